@@ -1,0 +1,45 @@
+# `make demo` and `make test` each set up everything and then do their job.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+RUN ?= demo-$(shell date +%Y%m%d-%H%M%S)
+# The demo trains for 160 steps and saves every 20: at step 90 there is something to lose and something to restore.
+FAULT ?= kill-worker@train.step=90,rank=1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format soak clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## Make the virtual environment; a second call costs nothing
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say which with make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## Train a language model on a faked slice, kill a worker in the middle, finish
+	$(BIN)/tpupipe run jobs.stdlib_lm -c configs/local.yaml --run $(RUN) --fault "$(FAULT)"
+
+test: $(STAMP)  ## Run the tests
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)  ## Lint, format check, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## Format, and mend what the linter can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(STAMP)  ## Run the tests that take long
+	$(BIN)/python -m pytest -q -m soak --timeout 7200
+
+clean:  ## Remove the environment and caches; .tpupipe (the runs' data) stays
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

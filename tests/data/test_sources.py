@@ -1,0 +1,251 @@
+"""Inputs become units: every byte and row once, ids that stay."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpupipe.data.read import read_unit
+from tpupipe.data.sources import Files, JsonLines, Parquet, Part, fingerprint_units, make_units
+from tpupipe.errors import DataError, JobError
+
+
+def write(folder, files):
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def read_all(source):
+    return [read_unit(source, unit) for unit in source.units()]
+
+
+def test_units_pack_small_files_in_path_order(tmp_path):
+    """Small files share units up to unit_bytes, sorted by path; ids sort in that order and every file is there once."""
+    write(tmp_path, {f"{i:02d}.txt": bytes([97 + i]) * 2000 for i in (3, 1, 2, 0, 4)})
+    units = Files(str(tmp_path), unit_bytes=4500).units()
+    names = [[Path(part.path).name for part in unit.parts] for unit in units]
+    assert names == [["00.txt", "01.txt"], ["02.txt", "03.txt"], ["04.txt"]]
+    assert [unit.id for unit in units] == sorted(unit.id for unit in units)
+    assert [unit.id[:7] for unit in units] == ["000000-", "000001-", "000002-"]
+
+
+def test_ids_are_stable_and_fingerprints_follow_content(tmp_path):
+    """Listing twice gives equal units; rewriting a file changes its unit's fingerprint and no id."""
+    write(tmp_path, {"a.txt": b"a" * 3000, "b.txt": b"b" * 3000})
+    source = Files(tmp_path / "*.txt", unit_bytes=3000)
+    before = source.units()
+    assert source.units() == before
+    assert pickle.loads(pickle.dumps((source, before))) == (source, before)
+    (tmp_path / "b.txt").write_bytes(b"c" * 3000)
+    os.utime(tmp_path / "b.txt", ns=(1, 1))
+    after = source.units()
+    assert [u.id for u in after] == [u.id for u in before]
+    assert after[0].fingerprint == before[0].fingerprint
+    assert after[1].fingerprint != before[1].fingerprint
+    assert fingerprint_units(after) != fingerprint_units(before)
+
+
+def test_unit_id_never_changes():
+    """Ids name committed objects: the id of a known input is stored here."""
+    units = make_units(
+        [[Part("gs://b/x.txt", 0, 10, "bytes", 10, 10, "1")], [Part("/d/y.parquet", 5, 9, "rows", 1, 1, "")]]
+    )
+    assert [unit.id for unit in units] == ["000000-2615cd19", "000001-00bd6816"]
+
+
+def test_files_rows(tmp_path):
+    """Text rows are path and text with invalid UTF-8 replaced; empty files are rows; binary rows are exact."""
+    write(tmp_path, {"a.txt": b"caf\xc3\xa9\r\n\xff", "sub/b.txt": b""})
+    (text,) = read_all(Files(tmp_path))
+    assert text.to_pylist() == [
+        {"path": str(tmp_path / "a.txt"), "text": "café\r\n\ufffd"},
+        {"path": str(tmp_path / "sub/b.txt"), "text": ""},
+    ]
+    (binary,) = read_all(Files(tmp_path, mode="binary"))
+    assert binary["data"].to_pylist() == [b"caf\xc3\xa9\r\n\xff", b""]
+
+
+def test_patterns(tmp_path):
+    """Globs, recursive globs, folders, single files and lists of them work; a file matched twice is read once."""
+    write(
+        tmp_path, {"a.py": b"1", "x/b.py": b"2", "x/y/c.py": b"3", "x/d.txt": b"4", ".git/e.py": b"5", "x/.f.py": b"6"}
+    )
+
+    def names(pattern):
+        return [os.path.relpath(p.path, tmp_path) for u in Files(pattern).units() for p in u.parts]
+
+    assert names(f"{tmp_path}/*.py") == ["a.py"]
+    assert names(f"{tmp_path}/**/*.py") == ["a.py", "x/b.py", "x/y/c.py"]
+    assert names(tmp_path) == ["a.py", "x/b.py", "x/d.txt", "x/y/c.py"]
+    assert names([tmp_path / "x", f"file://{tmp_path}/x/b.py"]) == ["x/b.py", "x/d.txt", "x/y/c.py"]
+    assert names(f"{tmp_path}/.git/*.py") == [".git/e.py"]
+
+
+def test_hidden_parent_does_not_hide(tmp_path):
+    """A dot folder above the pattern's fixed part does not count as hidden."""
+    write(tmp_path, {".cache/data/a.txt": b"1", ".cache/data/.b.txt": b"2"})
+    assert len(Files(tmp_path / ".cache/data").units()[0].parts) == 1
+
+
+@pytest.mark.parametrize("pattern", ["*.none", "missing", ["*.txt", "*.none"]])
+def test_no_match_is_an_error(tmp_path, pattern):
+    """A pattern that matches nothing is an error that names it, also beside one that matches."""
+    write(tmp_path, {"a.txt": b"1"})
+    patterns = [str(tmp_path / p) for p in ([pattern] if isinstance(pattern, str) else pattern)]
+    with pytest.raises(DataError, match=patterns[-1].replace("*", r"\*")):
+        Files(patterns).units()
+
+
+lines = st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b" ").replace(b"\r", b" ")), max_size=40)
+
+
+@given(lines, st.booleans(), st.integers(1, 60))
+def test_text_pieces_join_to_the_file(tmp_path_factory, content, ends, unit_bytes):
+    """A text file cut at any unit size gives its exact bytes back, each piece ending at a line end."""
+    data = b"\n".join(content) + (b"\n" if ends else b"")
+    folder = tmp_path_factory.mktemp("text")
+    write(folder, {"a.txt": data})
+    rows = [row for t in read_all(Files(folder, unit_bytes=unit_bytes)) for row in t["text"].to_pylist()]
+    # Pieces are decoded one by one, which is the same as decoding all: a line end never splits a character.
+    assert "".join(rows) == data.decode("utf-8", "replace")
+    assert all(row.endswith("\n") for row in rows[:-1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2)), max_size=30), st.integers(1, 300))
+def test_json_lines_come_once(tmp_path_factory, records, unit_bytes):
+    """Every line of several files is a row of exactly one unit, in order, however the files are cut and padded."""
+    folder = tmp_path_factory.mktemp("json")
+    rows = [{"i": i, "pad": "é" * width} for i, (width, _) in enumerate(records)]
+    texts = ["", "", ""]
+    for (_, blank), row in zip(records, rows, strict=True):
+        texts[row["i"] * 3 // len(rows)] += json.dumps(row, ensure_ascii=False) + "\n" + "\n" * blank
+    write(folder, {f"{i}.jsonl": text.rstrip("\n").encode() for i, text in enumerate(texts)})
+    got = [row for t in read_all(JsonLines(folder, unit_bytes=unit_bytes)) for row in t.to_pylist()]
+    assert got == rows
+
+
+def test_long_lines_cross_many_ranges(tmp_path):
+    """A line much longer than a unit and than the read-ahead is read whole, once."""
+    rows = [{"x": "a" * 300_000}, {"x": "b"}, {"x": "c" * 200_000}]
+    write(tmp_path, {"a.jsonl": "\n".join(map(json.dumps, rows)).encode()})
+    assert [r for t in read_all(JsonLines(tmp_path, unit_bytes=10_000)) for r in t.to_pylist()] == rows
+
+
+def test_compressed_text(tmp_path):
+    """Compressed files are unpacked whole, never cut, for text and JSON lines; binary keeps the bytes."""
+    import gzip
+
+    data = b'{"a": 1}\n{"a": 2}\n' * 100
+    write(tmp_path, {"a.jsonl.gz": gzip.compress(data)})
+    assert sum(t.num_rows for t in read_all(JsonLines(tmp_path, unit_bytes=10))) == 200
+    assert read_all(Files(tmp_path, unit_bytes=10))[0]["text"].to_pylist() == [data.decode()]
+    assert read_all(Files(tmp_path, mode="binary"))[0]["data"].to_pylist() == [(tmp_path / "a.jsonl.gz").read_bytes()]
+    write(tmp_path, {"b.jsonl.gz": b"not gzip"})
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz"):
+        read_all(JsonLines(tmp_path))
+
+
+def test_bad_json_names_the_file(tmp_path):
+    """A line that is not JSON is an error that names its file, not its neighbours in the unit."""
+    write(tmp_path, {"a.jsonl": b'{"a": 1}\n', "b.jsonl": b'{"a": }\n', "c.jsonl": b'{"a": 2}\n'})
+    with pytest.raises(DataError, match=r"b\.jsonl") as caught:
+        read_all(JsonLines(tmp_path))
+    assert "c.jsonl" not in caught.value.message
+
+
+def test_types_that_do_not_go_together(tmp_path):
+    """One column with two types in the files of a unit is an error about the unit."""
+    write(tmp_path, {"a.jsonl": b'{"a": 1}\n', "b.jsonl": b'{"a": "x"}\n'})
+    with pytest.raises(DataError, match="do not go together"):
+        read_all(JsonLines(tmp_path))
+
+
+@pytest.mark.parametrize("per_unit", [1, 2, 3, 10])
+def test_parquet_row_groups(tmp_path, per_unit):
+    """Row groups become units; all rows come once, in order, with only the wanted columns."""
+    for index in range(2):
+        table = pa.table({"i": list(range(index * 100, index * 100 + 25)), "s": ["x"] * 25})
+        pq.write_table(table, tmp_path / f"{index}.parquet", row_group_size=7)
+    source = Parquet(tmp_path, row_groups_per_unit=per_unit, columns=["i"])
+    tables = read_all(source)
+    assert len(tables) == 2 * -(-4 // per_unit)
+    assert [i for t in tables for i in t["i"].to_pylist()] == [*range(25), *range(100, 125)]
+    assert tables[0].column_names == ["i"]
+
+
+def test_parquet_without_rows_keeps_its_schema(tmp_path):
+    """An empty Parquet file is one unit of no rows whose schema is the file's."""
+    pq.write_table(pa.table({"i": pa.array([], pa.int32())}), tmp_path / "a.parquet")
+    (table,) = read_all(Parquet(tmp_path))
+    assert (table.num_rows, table.schema.field("i").type) == (0, pa.int32())
+
+
+def test_parquet_errors(tmp_path):
+    """A missing column and a file that is not Parquet are errors that say so."""
+    pq.write_table(pa.table({"i": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="no column j; it has i"):
+        read_all(Parquet(tmp_path, columns=["j"]))
+    write(tmp_path, {"b.parquet": b"nothing of the kind"})
+    with pytest.raises(DataError, match=r"b\.parquet is not a Parquet file"):
+        Parquet(tmp_path).units()
+
+
+@pytest.mark.parametrize("kind", ["text", "binary", "json", "parquet"])
+@pytest.mark.parametrize("change", ["gone", "shorter"])
+def test_changed_inputs_are_errors(tmp_path, kind, change):
+    """A file that vanished or shrank after listing is an error, not fewer rows."""
+    path = tmp_path / "a"
+    if kind == "parquet":
+        pq.write_table(pa.table({"i": list(range(1000))}), path)
+    else:
+        path.write_bytes(b'{"i": 1}\n' * 1000)
+    source = {
+        "text": Files(path), "binary": Files(path, mode="binary"), "json": JsonLines(path), "parquet": Parquet(path),
+    }[kind]  # fmt: skip
+    (unit,) = source.units()
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match="does not exist" if change == "gone" else "changed since"):
+        read_unit(source, unit)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Files([]),
+        lambda: Files(""),
+        lambda: Files(3),
+        lambda: Files("a", mode="utf-8"),
+        lambda: Files("a", unit_bytes=0),
+        lambda: JsonLines("a", unit_bytes=1.5),
+        lambda: Parquet("a", columns="i"),
+        lambda: Parquet("a", row_groups_per_unit=True),
+    ],
+)
+def test_wrong_declarations_are_refused(make):
+    """A wrong declaration raises where it is written, before anything is listed."""
+    with pytest.raises(JobError):
+        make()
+
+
+def test_declarations_import_nothing_heavy():
+    """Declaring sources and buckets loads neither numpy nor pyarrow nor fsspec."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from tpupipe.data import buckets, sources; buckets.Buckets(); sources.Files('x');"
+        "print([m for m in ('numpy', 'pyarrow', 'fsspec', 'ray', 'jax') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,104 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpupipe.errors import UsageError
+from tpupipe.store.layout import (
+    RunPaths,
+    checkpoint_name,
+    parse_checkpoint,
+    parse_event_segment,
+    parse_lease,
+    parse_unit,
+)
+from tpupipe.store.objects import check_object_name
+
+PATHS = RunPaths("lm", "run-1")
+numbers = st.integers(0, 10**12)
+
+
+CHECKPOINT = "lm/run-1/stages/train/checkpoints/0000000020-000002"
+GOLDEN = [
+    (PATHS.root, "lm/run-1"),
+    (PATHS.identity, "lm/run-1/run.json"),
+    (PATHS.result, "lm/run-1/result.json"),
+    (PATHS.change(3), "lm/run-1/changes/0003.json"),
+    (PATHS.lease(7), "lm/run-1/lease/000007.json"),
+    (PATHS.beat(7), "lm/run-1/lease/000007.beat.json"),
+    (PATHS.event_segment(7, 12), "lm/run-1/events/000007-000012.jsonl"),
+    (PATHS.manifest("train"), "lm/run-1/stages/train/manifest.json"),
+    (PATHS.unit("tokens", "000012-ab12"), "lm/run-1/stages/tokens/units/000012-ab12.parquet"),
+    (PATHS.unit_errors("tokens", "000012-ab12"), "lm/run-1/stages/tokens/errors/000012-ab12.parquet"),
+    (PATHS.checkpoint("train", step=20, epoch=2), CHECKPOINT),
+    (PATHS.checkpoint_arrays("train", step=20, epoch=2), f"{CHECKPOINT}/arrays-0000"),
+    (PATHS.checkpoint_commit("train", step=20, epoch=2), f"{CHECKPOINT}/COMMIT.json"),
+]
+
+
+@pytest.mark.parametrize(("name", "golden"), GOLDEN)
+def test_the_layout_stays_what_it_is(name, golden):
+    """Golden: these names are in stores that exist; changing one loses runs."""
+    assert name == golden
+
+
+def test_every_name_is_an_object_name_of_its_run():
+    """All names are valid on every backend and below the root of the run."""
+    for name, _ in GOLDEN:
+        assert check_object_name(name).startswith(PATHS.root)
+
+
+@given(numbers, numbers, numbers, numbers)
+def test_checkpoints_sort_by_step_then_epoch(step, epoch, other_step, other_epoch):
+    """Names read back to what they were made of; within ten digits they sort like (step, epoch)."""
+    name = checkpoint_name(step, epoch)
+    assert parse_checkpoint(name) == (step, epoch) == parse_checkpoint(f"x/checkpoints/{name}/")
+    if max(step, other_step) < 10**10 and max(epoch, other_epoch) < 10**6:
+        assert (name < checkpoint_name(other_step, other_epoch)) == ((step, epoch) < (other_step, other_epoch))
+
+
+@given(numbers, numbers)
+def test_names_read_back(epoch, sequence):
+    """Lease and event names give their numbers back; a beat is no lease."""
+    assert parse_lease(PATHS.lease(epoch)) == epoch
+    assert parse_lease(PATHS.beat(epoch)) is None
+    assert parse_event_segment(PATHS.event_segment(epoch, sequence)) == (epoch, sequence)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x.json", "20-1", "0000000020", "0000000020-000001.tmp", "0000000020-000001-1", "tmp"]
+)
+def test_foreign_names_are_not_ours(name):
+    """Whatever else lies around in a folder is recognised as something else."""
+    assert parse_checkpoint(name) is None
+    assert parse_lease(name) is None
+    assert parse_unit(name) is None
+    assert parse_event_segment(name) is None
+
+
+def test_unit_ids_read_back():
+    """The id of a committed unit comes from its object's name."""
+    assert parse_unit(PATHS.unit("tokens", "000012-ab12cd34")) == "000012-ab12cd34"
+    assert parse_unit("000012-ab12cd34") is None
+    assert parse_unit("manifest.json") is None
+
+
+@pytest.mark.parametrize("bad", ["", "A", "-a", ".a", "a/b", "a b", "é", "a" * 64, "..", "a\n"])
+def test_bad_names_are_refused(bad):
+    """Job, run, stage and unit names that could leave the layout are usage errors."""
+    for make in (
+        lambda: RunPaths(bad, "run"),
+        lambda: RunPaths("job", bad),
+        lambda: PATHS.manifest(bad),
+        lambda: PATHS.checkpoint(bad, step=1, epoch=1),
+    ):
+        with pytest.raises(UsageError, match="is not a"):
+            make()
+    with pytest.raises(UsageError, match="negative"):
+        checkpoint_name(-1, 1)
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "..", "-a", "a b", "a" * 201])
+def test_bad_unit_ids_are_refused(bad):
+    """A unit id is one part of a name."""
+    with pytest.raises(UsageError, match="is not a unit id"):
+        PATHS.unit("tokens", bad)

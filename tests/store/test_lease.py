@@ -1,0 +1,397 @@
+"""One owner: races, zombies, dead and silent holders."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpupipe.errors import FencedError, RunHeldError, StoreError
+from tpupipe.store.layout import RunPaths
+from tpupipe.store.lease import Fence, Standing, acquire, decide, read_standing
+from tpupipe.store.objects import open_store
+from tpupipe.store.owner import Owner, is_running, same_machine
+
+PATHS = RunPaths("lm", "a")
+ELSEWHERE = Owner("elsewhere", 7, "another-boot", 1, 0.0, "tpupipe run")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """A released lease leaves no thread behind."""
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name == "tpupipe-lease"] == []
+
+
+class Watch:
+    """A clock that only pausing moves; ``then`` is done at each pause."""
+
+    def __init__(self, then=lambda: None):
+        self.now_s = 1000.0
+        self.then = then
+        self.paused = 0
+
+    def tick(self):
+        return self.now_s
+
+    def pause(self, seconds):
+        self.now_s += seconds
+        self.paused += 1
+        self.then()
+
+    def options(self):
+        return {"tick": self.tick, "pause": self.pause}
+
+
+# -- the decision -----------------------------------------------------------------------------------
+
+facts = st.fixed_dictionaries(
+    {
+        "now_s": st.floats(0, 1e6),
+        "ttl_s": st.floats(1, 100),
+        "here": st.booleans(),
+        "running": st.booleans(),
+        "beating": st.booleans(),
+        "watched_s": st.floats(0, 200),
+    }
+)
+standings = st.builds(
+    Standing, st.just(3), st.just(ELSEWHERE), st.integers(0, 9), st.floats(0, 1e6), st.floats(0, 1e6), st.booleans()
+)
+
+
+@given(facts, st.none() | standings, st.booleans())
+def test_free_released_and_insisted_leases_are_taken(facts, standing, take_over):
+    """Nobody ever, given back, or the user insists: taken whatever else is true."""
+    if standing is None or standing.released or take_over:
+        assert decide(standing, **facts, take_over=take_over) == "take"
+
+
+@given(facts, standings)
+def test_a_beat_is_never_robbed(facts, standing):
+    """A holder that beat while we watched keeps the run, unless its process is known to be gone."""
+    standing = replace(standing, released=False)
+    verdict = decide(standing, **{**facts, "beating": True}, take_over=False)
+    assert verdict == ("take" if facts["here"] and not facts["running"] else "held")
+
+
+@given(facts, standings)
+def test_waiting_has_an_end(facts, standing):
+    """Watched for the whole time to live without a beat: there is a decision other than waiting."""
+    assert decide(standing, **{**facts, "watched_s": facts["ttl_s"]}, take_over=False) != "wait"
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "here", "verdict"),
+    [
+        (1, True, "held"),
+        (29, True, "held"),
+        (31, True, "take"),
+        (1, False, "wait"),
+        (31, False, "wait"),
+        (91, False, "take"),
+    ],
+)
+def test_silence_on_this_and_on_other_machines(silent_s, here, verdict):
+    """Time to live 30 s: exact on this machine's own clock; elsewhere up to a minute is put down to the clocks."""
+    said_s, beaten_s = (1000 - silent_s, 0) if here else (0, 1000 - silent_s)
+    standing = Standing(1, ELSEWHERE, 4, beaten_s, said_s, released=False)
+    assert verdict == decide(
+        standing, now_s=1000, ttl_s=30, here=here, running=True, beating=False, watched_s=0, take_over=False
+    )
+
+
+# -- alone --------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_held_released_and_taken_again(store):
+    """Epochs count up; the records name the owner; a released run is free at once; release twice is fine."""
+    owner = Owner.here("tpupipe run x")
+    with acquire(store, PATHS, owner) as lease:
+        assert lease.epoch == 1
+        lease.check()
+        standing = read_standing(store, PATHS)
+        assert (standing.owner, standing.epoch, standing.released) == (owner, 1, False)
+    assert read_standing(store, PATHS).released
+    lease.release()
+    with acquire(store, PATHS, owner) as again:
+        assert again.epoch == 2
+        with pytest.raises(FencedError, match="taken the run over"):
+            lease.check()
+        assert lease.lost
+    assert [info.name.rpartition("/")[2] for info in store.list(PATHS.leases)] == [
+        "000001.beat.json", "000001.json", "000002.beat.json", "000002.json",
+    ]  # fmt: skip
+
+
+def test_a_held_run_is_refused_with_who_holds_it(store):
+    """A second driver is told holder, host, start and last beat, with exit status 4, and changes nothing."""
+    with acquire(store, PATHS, Owner.here("tpupipe run x --run a")) as lease:
+        with pytest.raises(RunHeldError, match=r"tpupipe run x --run a.*started .* UTC, last beat .* UTC") as caught:
+            acquire(store, PATHS, Owner.here("another"))
+        error = pickle.loads(pickle.dumps(caught.value))
+        assert (error.data["host"], error.data["pid"], error.exit_status) == (lease.owner.host, os.getpid(), 4)
+        assert abs(error.data["last_beat"] - time.time()) < 5
+        assert "take the run over" in error.hint
+        lease.check()
+
+
+def test_it_beats(store, until):
+    """The beat object changes while the lease is held."""
+    with acquire(store, PATHS, Owner.here(), beat_s=0.05):
+        until(lambda: read_standing(store, PATHS).beat >= 3)
+
+
+def test_taking_over_fences_the_other(store):
+    """Insisting takes a live run; the first holder's commits are refused from then on, here and in its workers."""
+    with acquire(store, PATHS, Owner.here("first")) as first:
+        worker = pickle.loads(pickle.dumps(first.fence))
+        worker.check()
+        with acquire(store, PATHS, Owner.here("second"), take_over=True) as second:
+            second.check()
+            for holder in (first, worker):
+                with pytest.raises(FencedError, match="lease 1") as caught:
+                    holder.check()
+                assert caught.value.exit_status == 4
+
+
+def test_a_fenced_holder_notices_by_itself(store, until):
+    """The beating thread finds the higher epoch without a commit being tried."""
+    with acquire(store, PATHS, Owner.here(), beat_s=0.05) as first, acquire(store, PATHS, Owner.here(), take_over=True):
+        until(lambda: first.lost)
+
+
+# -- others -------------------------------------------------------------------------------------------
+
+
+def test_a_live_holder_elsewhere_keeps_the_run(store):
+    """While we watch, a beat comes: held, after one look, and the waiting was reported."""
+    with acquire(store, PATHS, ELSEWHERE, beat_s=1000) as theirs:
+        watch = Watch(then=lambda: theirs._beat(released=False))
+        reports = []
+        with pytest.raises(RunHeldError, match="elsewhere"):
+            acquire(store, PATHS, Owner.here(), on_wait=lambda *report: reports.append(report), **watch.options())
+        assert watch.paused == len(reports) == 1
+        theirs.check()
+
+
+def test_a_silent_holder_elsewhere_expires(store):
+    """No beat for the time to live as we see it: taken, not earlier."""
+    with acquire(store, PATHS, ELSEWHERE, beat_s=1000) as theirs:
+        watch = Watch()
+        with acquire(store, PATHS, Owner.here(), ttl_s=30, **watch.options()) as ours:
+            assert ours.epoch == 2
+            assert 30 <= watch.now_s - 1000 < 32
+            with pytest.raises(FencedError):
+                theirs.check()
+
+
+def test_a_long_silent_holder_elsewhere_needs_no_watching(store):
+    """A lease whose last beat is long ago by any clock is taken at once."""
+    with acquire(store, PATHS, ELSEWHERE, beat_s=1000):
+        watch = Watch()
+        with acquire(store, PATHS, Owner.here(), clock=lambda: time.time() + 100, **watch.options()) as ours:
+            assert (ours.epoch, watch.paused) == (2, 0)
+
+
+def test_a_holder_that_was_killed_here_is_replaced_at_once(place, store, process):
+    """SIGKILL of the driver, same command again on this machine: the next driver has the run without waiting."""
+    driver = process(_driver(place))
+    assert driver.stdout.readline() == "1\n"
+    with pytest.raises(RunHeldError):
+        acquire(store, PATHS, Owner.here())
+    driver.kill()
+    driver.wait()
+    started = time.monotonic()
+    with acquire(store, PATHS, Owner.here()) as ours:
+        assert ours.epoch == 2
+    assert time.monotonic() - started < 3
+
+
+def test_a_process_id_that_was_given_again_is_another_process(store):
+    """The dead holder's number now belongs to somebody else: it does not keep the run."""
+    dead = replace(Owner.here(), pid_start=1)
+    with acquire(store, PATHS, dead, beat_s=1000), acquire(store, PATHS, Owner.here()) as ours:
+        assert ours.epoch == 2
+
+
+def test_a_zombie_is_refused(place, store, process, until):
+    """A driver stopped for longer than the lease lives loses the run; woken, its check refuses the commit."""
+    driver = process(_driver(place, "ttl_s=1.0, beat_s=0.2"))
+    assert driver.stdout.readline() == "1\n"
+    driver.send_signal(signal.SIGSTOP)
+    taken = []
+
+    def take():
+        try:
+            taken.append(acquire(store, PATHS, Owner.here(), ttl_s=1.0, beat_s=0.2))
+        except RunHeldError:
+            return False
+        return True
+
+    until(take)
+    with taken[0] as ours:
+        assert ours.epoch == 2
+        driver.send_signal(signal.SIGCONT)
+        driver.stdin.write("commit\n")
+        driver.stdin.flush()
+        assert driver.stdout.readline() == "FencedError\n"
+        ours.check()
+
+
+def test_twenty_simultaneous_starts_have_one_winner(place, race):
+    """Twenty drivers at the same moment: one holds the run, nineteen are told that it is held."""
+    answers = race(_race(place), 20)
+    assert sorted(map(str, answers)) == ["1"] + ["RunHeldError"] * 19
+
+
+def test_twenty_simultaneous_starts_after_a_dead_holder(place, store, race):
+    """The same over the lease of a killed driver: exactly one gets the next epoch."""
+    with acquire(store, PATHS, replace(Owner.here(), pid_start=1), beat_s=1000):
+        answers = race(_race(place), 20)
+    assert sorted(map(str, answers)) == ["2"] + ["RunHeldError"] * 19
+
+
+def _driver(place, options=""):
+    return f"""
+import sys
+from tpupipe.store.layout import RunPaths
+from tpupipe.store.lease import acquire
+from tpupipe.store.objects import open_store
+from tpupipe.store.owner import Owner
+with acquire({place.code}, RunPaths("lm", "a"), Owner.here("driver"), {options}) as lease:
+    print(lease.epoch)
+    sys.stdin.readline()
+    try:
+        lease.check()
+        print("committed")
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def _race(place):
+    # The winner stays alive until all others have had their answer, as a driver does.
+    return f"""
+store = {place.code}
+def attempt(me):
+    lease = acquire(store, RunPaths("lm", "a"), Owner.here(str(me)))
+    ends = time.monotonic() + 60
+    while len(list(results.iterdir())) < 19 and time.monotonic() < ends:
+        time.sleep(0.02)
+    return lease.epoch
+"""
+
+
+# -- a store that fails -----------------------------------------------------------------------------------
+
+
+def test_a_lease_that_cannot_beat_is_lost(proxy, until):
+    """No beat gets through for the time to live: lost, and check refuses even before anybody took over."""
+    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5)
+    proxy.matches = lambda method, _: method == "POST"
+    with acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here(), ttl_s=1.0, beat_s=0.1) as lease:
+        lease.check()
+        proxy.faults = [503] * 10_000
+        until(lambda: lease.lost)
+        with pytest.raises(FencedError, match="no beat got through"):
+            lease.check()
+
+
+def test_a_lease_outlives_a_short_failure(proxy, until):
+    """A few failed beats within the time to live change nothing."""
+    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5)
+    proxy.matches = lambda method, _: method == "POST"
+    paths = RunPaths("lm", f"r{time.time_ns()}")
+    with acquire(store, paths, Owner.here(), ttl_s=30, beat_s=0.05) as lease:
+        proxy.faults = [503] * 4
+        until(lambda: not proxy.faults and read_standing(store, paths).beat >= 5)
+        lease.check()
+
+
+def test_a_store_that_cannot_be_asked_permits_nothing(proxy):
+    """The check fails with the store's error; it does not say yes, and the lease is not lost by it."""
+    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5, attempts=2)
+    paths = RunPaths("lm", f"r{time.time_ns()}")
+    with acquire(store, paths, Owner.here(), beat_s=1000) as lease:
+        proxy.faults = [500, 500]
+        with pytest.raises(StoreError, match="500"):
+            lease.check()
+        assert not lease.lost
+        lease.check()
+
+
+def test_leases_that_cannot_be_listed_are_not_absent(proxy):
+    """A driver that cannot see whether the run is held does not start."""
+    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5, attempts=2)
+    proxy.matches = lambda method, path: method == "GET" and "prefix=" in path
+    proxy.faults = [403]
+    with pytest.raises(StoreError, match="403"):
+        acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here())
+
+
+def test_a_lost_answer_does_not_lock_a_driver_out(proxy):
+    """Creating the lease got through but its answer did not: the driver knows its own lease again."""
+    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5)
+    store.put("warm", b"")
+    proxy.matches = lambda method, _: method == "POST"
+    proxy.faults = ["lost"]
+    with acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here()) as lease:
+        assert lease.epoch == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"{"])
+def test_a_damaged_record_is_an_error(store, content):
+    """A lease that cannot be understood is neither nobody's nor ours."""
+    store.create(PATHS.lease(1), content)
+    with pytest.raises(StoreError, match="is not a lease record"):
+        acquire(store, PATHS, Owner.here())
+
+
+# -- owners -----------------------------------------------------------------------------------------------
+
+
+def test_this_process_is_running_and_a_dead_one_is_not():
+    """Alive, ended but not yet waited for, and gone."""
+    assert is_running(Owner.here())
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    code = "from tpupipe.store.owner import _pid_start, Owner; import sys; print(_pid_start(int(sys.argv[1])))"
+    start = int(subprocess.check_output([sys.executable, "-c", code, str(child.pid)], cwd=Path(__file__).parents[2]))
+    owner = replace(Owner.here(), pid=child.pid, pid_start=start)
+    assert is_running(owner)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_running(owner)
+    child.wait()
+    assert not is_running(owner)
+
+
+def test_only_one_boot_of_one_machine_shares_process_ids():
+    """Another host, another boot, or a system that does not tell: not the same machine."""
+    me = Owner.here()
+    assert same_machine(me, replace(me, pid=1))
+    assert not same_machine(me, replace(me, host="other"))
+    assert not same_machine(me, replace(me, boot_id="other"))
+    assert not same_machine(replace(me, boot_id=""), replace(me, boot_id=""))
+
+
+def test_an_owner_is_json():
+    """The record of a lease holds the owner as it is."""
+    assert Owner(**json.loads(json.dumps(asdict(Owner.here())))).pid == os.getpid()
+
+
+def test_a_fence_alone_needs_no_lease(store):
+    """Workers are given the epoch; with no higher one they may commit."""
+    Fence(store, PATHS, 5).check()
+    store.create(PATHS.lease(6), b"{}")
+    with pytest.raises(FencedError):
+        Fence(store, PATHS, 5).check()

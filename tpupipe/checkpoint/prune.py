@@ -1,0 +1,66 @@
+"""Retention: which checkpoints may go. The newest intact one never does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpupipe.checkpoint.verify import COMMIT_NAME, Found, list_checkpoints, problems, read_commit
+from tpupipe.errors import CheckpointError, UsageError
+from tpupipe.store.layout import RunPaths
+from tpupipe.store.objects import Store
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A committed checkpoint and whether it is intact."""
+
+    found: Found
+    intact: bool
+
+
+def superfluous(judged: Sequence[Judged], keep: int) -> list[Found]:
+    """The checkpoints that retention gives up, oldest last.
+
+    Only what is older than the ``keep`` newest *intact* ones goes; a damaged one neither counts nor shields.
+
+    Args:
+        judged: Committed checkpoints, in any order.
+        keep: How many intact ones stay, at least 1.
+
+    Raises:
+        UsageError: ``keep`` is below 1.
+    """
+    if keep < 1:
+        raise UsageError(f"keep={keep}: at least one checkpoint stays.")
+    newest_first = sorted(judged, key=lambda j: (j.found.step, j.found.lease_epoch), reverse=True)
+    kept = 0
+    for position, candidate in enumerate(newest_first):
+        if kept == keep:
+            return [j.found for j in newest_first[position:]]
+        kept += candidate.intact
+    return []
+
+
+def judge(store: Store, paths: RunPaths, stage: str, *, deep: bool = False) -> list[Judged]:
+    """All committed checkpoints of a stage with a verdict each, newest first."""
+    judged = []
+    for found in list_checkpoints(store, paths, stage):
+        if not found.committed:
+            continue
+        try:
+            commit = read_commit(store, found)
+            intact = not any(True for _ in problems(store, found, commit, deep=deep))
+        except CheckpointError:
+            intact = False
+        judged.append(Judged(found, intact))
+    return judged
+
+
+def prune(store: Store, paths: RunPaths, stage: str, keep: int) -> list[Found]:
+    """Deletes what ``superfluous`` names and gives it. The record goes first: half-deleted is uncommitted."""
+    gone = superfluous(judge(store, paths, stage), keep)
+    for found in gone:
+        store.delete(f"{found.folder}/{COMMIT_NAME}")
+        store.delete_prefix(found.folder)
+    return gone

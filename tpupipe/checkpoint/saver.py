@@ -1,0 +1,205 @@
+"""Saves a sharded training state in the background; a checkpoint counts when its record is written.
+
+Every process of the group has a ``Saver`` and calls ``save`` at the same steps. The arrays go to the store through
+Orbax; when all of them are durable the primary process lists them, writes ``COMMIT.json`` and prunes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpupipe.checkpoint.commit import Commit, SavedObject
+from tpupipe.checkpoint.prune import prune
+from tpupipe.checkpoint.tree import checkpointer, leaves_of, save_args
+from tpupipe.errors import CheckpointSaveError, ObjectExistsError, TpupipeError
+from tpupipe.faults.points import point
+from tpupipe.store.layout import RunPaths
+from tpupipe.store.lease import Fence
+from tpupipe.store.objects import Store
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Where one stage's checkpoints go and under whose authority.
+
+    Args:
+        store: The run's store.
+        paths: The run.
+        stage: The training stage.
+        fence: Refuses the commit when another driver owns the run by now.
+        restart: How often this driver has started the workers; keeps the arrays of a start that died half-way
+            apart from those of the next one.
+        keep: Committed checkpoints to keep.
+        timeout_s: Bound on one background save.
+    """
+
+    store: Store
+    paths: RunPaths
+    stage: str
+    fence: Fence
+    restart: int
+    keep: int
+    timeout_s: float = 600.0
+
+
+class Saver:
+    """Asynchronous saves of one process.
+
+    Args:
+        target: Where to.
+        primary: Whether this process writes the records.
+        combine: ``combine(step) -> int``: the sample digest of all processes, waiting for their parts; called on
+            the primary in the background.
+        on_commit: Called on the primary after a record is written, with the commit and the seconds from ``save``.
+    """
+
+    def __init__(
+        self,
+        target: SaveTarget,
+        *,
+        primary: bool,
+        combine: Callable[[int], int],
+        on_commit: Callable[[Commit, float], None],
+    ) -> None:
+        self._target = target
+        self._primary = primary
+        self._combine = combine
+        self._on_commit = on_commit
+        self._checkpointer = checkpointer(target.timeout_s)
+        self._background: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._step = -1
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest save begun, or -1."""
+        return self._step
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> float:
+        """Begins the save of ``state`` after ``step`` steps; returns when the state may be donated again.
+
+        Returns:
+            Seconds the training loop was held up.
+
+        Raises:
+            CheckpointSaveError: This or an earlier save failed.
+        """
+        began = time.monotonic()
+        self.finish()
+        target = self._target
+        point("save.start", step=step)
+        arrays = target.paths.checkpoint_arrays(
+            target.stage, step=step, epoch=target.fence.epoch, restart=target.restart
+        )
+        leaves = leaves_of(state)
+        try:
+            # Orbax copies to host memory here and writes behind; `force` clears what a dead try of this very start left.
+            self._checkpointer.save(target.store.uri(arrays), args=save_args(state), force=True)
+        except Exception as error:
+            raise self._error(step, error) from error
+        self._step = step
+        self._background = threading.Thread(
+            target=self._complete, args=(step, arrays, leaves, dict(metrics), began), name=f"save-{step}", daemon=True
+        )
+        self._background.start()
+        return time.monotonic() - began
+
+    def check(self) -> None:
+        """Raises what a background save failed with. Cheap: call it every step.
+
+        Raises:
+            CheckpointSaveError: A save failed since the last call.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise self._error(self._step, failure) from failure
+
+    def finish(self) -> None:
+        """Waits for the save under way, if any.
+
+        Raises:
+            CheckpointSaveError: It failed, or did not end in time.
+        """
+        thread = self._background
+        if thread is not None:
+            thread.join(self._target.timeout_s * 2)
+            if thread.is_alive():
+                raise CheckpointSaveError(
+                    f"The save of step {self._step} did not end within {self._target.timeout_s * 2:.0f} s.",
+                    hint="Look at the store's latency, or raise store.timeout_s.",
+                    step=self._step,
+                )
+            self._background = None
+        self.check()
+
+    def close(self) -> None:
+        """Waits for the save under way and frees Orbax's threads."""
+        self.finish()
+        self._checkpointer.close()
+
+    # -- in the background -------------------------------------------------------------------
+
+    def _complete(self, step: int, arrays: str, leaves: Any, metrics: dict[str, float], began: float) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+            if self._primary:
+                point("save.arrays_written", step=step)
+                commit = self._commit(step, arrays, leaves, metrics)
+                self._on_commit(commit, time.monotonic() - began)
+                prune(self._target.store, self._target.paths, self._target.stage, self._target.keep)
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to: the loop asks by check()
+            self._failure = error
+
+    def _commit(self, step: int, arrays: str, leaves: Any, metrics: dict[str, float]) -> Commit:
+        import jax
+
+        target = self._target
+        folder = target.paths.checkpoint(target.stage, step=step, epoch=target.fence.epoch)
+        commit = Commit(
+            step=step,
+            lease_epoch=target.fence.epoch,
+            arrays=arrays.removeprefix(folder + "/"),
+            objects=_saved_objects(target.store, folder, arrays),
+            leaves=leaves,
+            sample_digest=self._combine(step),
+            metrics=metrics,
+            devices=jax.device_count(),
+            created_s=time.time(),
+        )
+        target.fence.check()
+        point("save.before_commit", step=step)
+        name = target.paths.checkpoint_commit(target.stage, step=step, epoch=target.fence.epoch)
+        try:
+            target.store.create(name, commit.to_json())
+        except ObjectExistsError as error:
+            raise CheckpointSaveError(
+                f"Step {step} is already committed under lease epoch {target.fence.epoch}: {target.store.uri(name)}.",
+                step=step,
+            ) from error
+        point("save.after_commit", step=step)
+        return commit
+
+    def _error(self, step: int, error: BaseException) -> CheckpointSaveError:
+        cause = error.message if isinstance(error, TpupipeError) else f"{type(error).__name__}: {error}"
+        where = self._target.store.uri(self._target.paths.checkpoints(self._target.stage))
+        return CheckpointSaveError(
+            f"Saving step {step} to {where} failed: {cause}",
+            hint="The checkpoints before it are untouched; the same command resumes from the newest one.",
+            step=step,
+            cause=type(error).__name__,
+        )
+
+
+def _saved_objects(store: Store, folder: str, arrays: str) -> tuple[SavedObject, ...]:
+    """What was really written, as the store lists it."""
+    listed = []
+    for info in store.list(arrays + "/"):
+        crc32c = info.crc32c if info.crc32c is not None else store.checksum(info.name)
+        listed.append(SavedObject(info.name.removeprefix(folder + "/"), info.size, crc32c))
+    if not listed:
+        raise CheckpointSaveError(f"The store lists no objects below {store.uri(arrays)} after the save.")
+    return tuple(listed)

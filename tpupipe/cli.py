@@ -1,0 +1,256 @@
+"""The command line: parse, call, print. Data goes to stdout, everything else to stderr.
+
+Exit status: 0 all committed, 1 the job failed, 2 usage or configuration, 3 a check failed, 4 the run is held by another
+driver, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import tpupipe
+from tpupipe.config import Config, environment
+from tpupipe.errors import ClusterError, TpupipeError, UsageError
+from tpupipe.faults.plan import parse_faults
+from tpupipe.ledger.logs import set_up_logs
+from tpupipe.resolve import Build, load_build, refuse_early_jax, resolve
+from tpupipe.run import RunOptions, RunResult, local_root, run
+
+app = typer.Typer(
+    name="tpupipe",
+    help="Checkpointed TPU batch pipelines on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+cluster_app = typer.Typer(help="Keep a faked slice warm on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(cluster_app, name="cluster")
+
+ConfigFiles = Annotated[
+    list[Path], typer.Option("-c", "--config", help="YAML file; may be repeated, later files over earlier.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override: --set cluster.topology=4x4.")
+]
+Name = Annotated[
+    str | None, typer.Option("--run", help="Name of the run; an existing one is resumed. Default: from job and config.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
+Faults = Annotated[
+    list[str] | None,
+    typer.Option("--fault", metavar="FAULT", help='Inject a failure: "kill-worker@train.step=40,rank=1".'),
+]
+AllowChange = Annotated[
+    bool, typer.Option("--allow-change", help="Go on with a run whose job, inputs or code changed, and record it.")
+]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Take the run from the driver that holds it; its writes are refused then.")
+]
+
+_RUN_EPILOG = (
+    "Example: tpupipe run jobs.stdlib_lm -c configs/local.yaml --run a --set job.steps=60   "
+    "Exit status: 0 all committed, 1 failed, 2 usage or config, 4 held by another driver, 130 interrupted."
+)
+
+
+@app.callback()
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(tpupipe.__version__)
+        raise typer.Exit
+
+
+@app.command("run", epilog=_RUN_EPILOG)
+def run_command(
+    job: Annotated[str, typer.Argument(help="Module with build(config): jobs.stdlib_lm.")],
+    config: ConfigFiles,
+    overrides: Overrides = None,
+    name: Name = None,
+    as_json: AsJson = False,
+    faults: Faults = None,
+    allow_change: AllowChange = False,
+    take_over: TakeOver = False,
+) -> None:
+    """Run a job, or resume it, to the end."""
+    with _errors(as_json):
+        _run(load_build(job), config, overrides, name, as_json, faults, allow_change, take_over)
+
+
+def job_main(build: Build) -> None:
+    """Command line of a job module that is run as a script; see ``tpupipe.main``."""
+    script = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    @script.command(epilog=_RUN_EPILOG, help="Run this job, or resume it, to the end.")
+    def command(
+        config: ConfigFiles,
+        overrides: Overrides = None,
+        name: Name = None,
+        as_json: AsJson = False,
+        faults: Faults = None,
+        allow_change: AllowChange = False,
+        take_over: TakeOver = False,
+    ) -> None:
+        with _errors(as_json):
+            refuse_early_jax("the job's module")
+            _run(build, config, overrides, name, as_json, faults, allow_change, take_over)
+
+    script()
+
+
+def _run(
+    build: Build,
+    config_files: list[Path],
+    overrides: list[str] | None,
+    name: str | None,
+    as_json: bool,
+    faults: list[str] | None,
+    allow_change: bool,
+    take_over: bool,
+) -> None:
+    options = RunOptions(name, parse_faults(faults or ()), allow_change, take_over)
+    job, config = resolve(build, config_files, overrides or ())
+    _logs(config)
+    _ship_by_value(build)
+    result = run(job, config, options)
+    if as_json:
+        typer.echo(result.to_json())
+    else:
+        print_result(result, Console())
+
+
+def _logs(config: Config) -> None:
+    set_up_logs(config.logs.level, config.logs.format, config.labels)
+
+
+def _ship_by_value(build: Build) -> None:
+    """Has Ray send the job module's functions themselves: workers need not have the module, or the same version."""
+    module = sys.modules[build.__module__]
+    if build.__module__ != "__main__":
+        from tpupipe.cluster.connect import ship_by_value
+
+        ship_by_value(module)
+
+
+def print_result(result: RunResult, console: Console) -> None:
+    """The final table, and where the outputs are."""
+    table = Table(title=f"{result.job} / {result.run}: {result.status}", title_justify="left")
+    for heading in ("stage", "status", "done", "resumed from", "rows in", "rows out", "seconds", "result"):
+        table.add_column(heading)
+    for name, stage in result.stages.items():
+        seconds = sum(stage.get("seconds", {}).values())
+        table.add_row(
+            name,
+            stage["status"],
+            f"{stage['done']}/{stage['total']}" if "done" in stage else "",
+            "" if stage.get("resumed_from") is None else str(stage["resumed_from"]),
+            str(stage.get("rows_in", "")),
+            str(stage.get("rows_out", "")),
+            f"{seconds:.1f}" if seconds else "",
+            _facts(stage),
+        )
+    console.print(table)
+    console.print("  ".join(f"{kind} {value:.1f} s" for kind, value in result.seconds.items()), highlight=False)
+    console.print(f"outputs: {result.run_uri}", highlight=False, soft_wrap=True)
+
+
+def _facts(stage: Any) -> str:
+    shown = [f"{name} {value:.4g}" for name, value in stage.get("metrics", {}).items()]
+    if stage.get("params_digest"):
+        shown.append(f"params {stage['params_digest'][:12]}")
+    if stage.get("sample_digest"):
+        shown.append(f"samples {stage['sample_digest'][:12]}")
+    return ", ".join(shown)
+
+
+@contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """Turns an error into its message on stderr and its exit status, and its result on stdout for ``--json``."""
+    try:
+        yield
+    except TpupipeError as error:
+        result = error.data.get("result")
+        if as_json:
+            failed = {"status": "failed", "error": error.message, "exit_status": error.exit_status}
+            typer.echo(result.to_json() if isinstance(result, RunResult) else json.dumps(failed))
+        elif isinstance(result, RunResult):
+            print_result(result, Console(stderr=True))
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_status) from error
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from error
+
+
+# -- cluster ------------------------------------------------------------------------------------
+
+Root = Annotated[Path | None, typer.Option("--root", help="Folder of local state; default .tpupipe.")]
+
+
+def _root(root: Path | None) -> Path:
+    where = root or Path(environment().root or Path.cwd()) / ".tpupipe"
+    return where.absolute()
+
+
+@cluster_app.command("up", epilog="Example: tpupipe cluster up -c configs/local.yaml")
+def cluster_up_command(config: ConfigFiles, overrides: Overrides = None) -> None:
+    """Start a faked slice that stays; runs on this machine then use it."""
+    from tpupipe.cluster.connect import cluster_up, describe
+    from tpupipe.cluster.fake import FakeClusterSpec
+    from tpupipe.config import load_config
+
+    with _errors(as_json=False):
+        loaded = load_config(config, overrides or ())
+        spec = loaded.cluster.slice_spec()
+        if loaded.cluster.kind != "fake" or spec is None:
+            raise UsageError(
+                f"cluster.kind is {loaded.cluster.kind}; only a faked slice is started here.",
+                hint="-c configs/local.yaml, or --set cluster.kind=fake.",
+            )
+        state = cluster_up(
+            FakeClusterSpec((spec,), loaded.cluster.cpus_per_host),
+            local_root(loaded, environment()),
+            lambda text: typer.echo(text, err=True),
+        )
+        typer.echo(json.dumps(describe(state)))
+
+
+@cluster_app.command("down", epilog="Example: tpupipe cluster down")
+def cluster_down_command(root: Root = None) -> None:
+    """Stop the warm faked slice."""
+    from tpupipe.cluster.connect import cluster_down
+
+    with _errors(as_json=False):
+        typer.echo("stopped" if cluster_down(_root(root)) else "no faked cluster was up", err=True)
+
+
+@cluster_app.command("status", epilog="Example: tpupipe cluster status")
+def cluster_status_command(root: Root = None) -> None:
+    """Print the warm faked slice as JSON; exit status 1 if there is none."""
+    from tpupipe.cluster.connect import describe, warm_cluster
+
+    with _errors(as_json=False):
+        state = warm_cluster(_root(root))
+        if state is None:
+            raise ClusterError(f"No faked cluster is up below {_root(root)}.", hint="tpupipe cluster up -c configs/local.yaml")
+        typer.echo(json.dumps(describe(state)))
+
+
+def main() -> None:
+    """Console script. Usage errors of the command line itself end with 2, as click has it."""
+    try:
+        app()
+    except click.exceptions.Abort:
+        sys.exit(130)

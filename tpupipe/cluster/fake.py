@@ -1,0 +1,205 @@
+"""The faked slice: one raylet per TPU host on this machine, told apart from a real one by nothing
+that the reservation, the trainer or the placement look at.
+
+Each faked host gets the resources, labels and environment that KubeRay and GKE give a real one;
+JAX runs there with ``JAX_PLATFORMS=cpu`` and one virtual device per chip, one process per host.
+
+``python -m tpupipe.cluster.fake --spec FILE --state FILE`` is the server: it starts the hosts,
+writes the state file once all of them are up, and stops them on SIGTERM. It runs under
+``local.guard`` when a run owns it and alone when ``tpupipe cluster up`` keeps it warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tpupipe.config import environment
+from tpupipe.hardware.slices import SliceSpec
+
+# All of 127.0.0.0/8 is the loopback on Linux, and Ray replaces the spelling 127.0.0.1 by the machine's outward
+# address, which would open the faked slice to the network. Elsewhere Ray stays on 127.0.0.1 by itself.
+LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None
+HEAD_CPUS = 4
+OBJECT_STORE_BYTES = 200 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class FakeHost:
+    """What one faked TPU host is started with."""
+
+    slice_name: str
+    worker_id: int
+    resources: dict[str, float]
+    labels: dict[str, str]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class FakeClusterSpec:
+    """What the server is asked to start: ``slices`` (possibly of several generations)."""
+
+    slices: tuple[SliceSpec, ...]
+    cpus_per_host: int
+
+    def to_json(self) -> str:
+        """The form that ``--spec`` reads."""
+        return json.dumps({"slices": [asdict(s) for s in self.slices], "cpus_per_host": self.cpus_per_host})
+
+    @classmethod
+    def from_json(cls, text: str) -> FakeClusterSpec:
+        """Reads what ``to_json`` wrote."""
+        data = json.loads(text)
+        return cls(tuple(SliceSpec(**s) for s in data["slices"]), data["cpus_per_host"])
+
+
+@dataclass(frozen=True)
+class FakeClusterState:
+    """What a running server says of itself in its state file.
+
+    ``hosts`` maps ``"<slice name>/<worker id>"`` to the raylet's process id.
+    """
+
+    address: str
+    dashboard: str
+    pid: int
+    hosts: dict[str, int]
+    spec: dict[str, Any]
+
+
+def hosts_of(spec: SliceSpec, first_slice: int = 0) -> list[FakeHost]:
+    """The hosts of ``spec.slices`` slices, worker 0 of each slice first."""
+    hosts = []
+    for index in range(first_slice, first_slice + spec.slices):
+        name = f"fake-{spec.generation}-{spec.topology}-{index}"
+        for worker in range(spec.hosts_per_slice):
+            resources: dict[str, float] = {
+                "TPU": spec.chips_per_host,
+                name: 1,
+                f"accelerator_type:{spec.accelerator_type}": 1,
+            }
+            if worker == 0:
+                resources[f"TPU-{spec.pod_type}-head"] = 1
+            hosts.append(
+                FakeHost(
+                    slice_name=name,
+                    worker_id=worker,
+                    resources=resources,
+                    labels={
+                        "ray.io/tpu-slice-name": name,
+                        "ray.io/tpu-worker-id": str(worker),
+                        "ray.io/tpu-topology": spec.topology,
+                        "ray.io/tpu-pod-type": spec.pod_type,
+                        "ray.io/accelerator-type": spec.accelerator_type,
+                    },
+                    environment={
+                        "TPU_NAME": name,
+                        "TPU_WORKER_ID": str(worker),
+                        "TPU_ACCELERATOR_TYPE": spec.pod_type,
+                        "TPU_TOPOLOGY": spec.topology,
+                        "JAX_PLATFORMS": "cpu",
+                        "XLA_FLAGS": f"--xla_force_host_platform_device_count={spec.devices_per_host}",
+                    },
+                )
+            )
+    return hosts
+
+
+def serve(spec: FakeClusterSpec, state_file: Path) -> None:
+    """Starts the hosts, writes the state file, and stops them when SIGTERM or SIGINT comes."""
+    # The raylets pick their workers' interpreter from PATH for submitted jobs; without our own
+    # first, `ray job submit`'s `python` would be one that has no Ray.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment().path}"
+    os.environ["RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS"] = "1"
+    from ray.cluster_utils import Cluster
+
+    # cluster_utils notes its address below this folder and does not make it.
+    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
+    session = Path(tempfile.mkdtemp(prefix="tpupipe-"))
+    cluster = Cluster(shutdown_at_exit=True)
+    try:
+        head = cluster.add_node(
+            num_cpus=HEAD_CPUS,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            dashboard_port=0,
+            node_ip_address=LOOPBACK,
+            object_store_memory=OBJECT_STORE_BYTES,
+            temp_dir=str(session),
+        )
+        pids = {}
+        first: dict[tuple[str, str], int] = {}
+        for wanted in spec.slices:
+            key = (wanted.generation, wanted.topology)
+            for host in hosts_of(wanted, first.get(key, 0)):
+                node = cluster.add_node(
+                    wait=False,
+                    num_cpus=spec.cpus_per_host,
+                    node_ip_address=LOOPBACK,
+                    resources=host.resources,
+                    labels=host.labels,
+                    env_vars=host.environment,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    temp_dir=str(session),
+                )
+                pids[f"{host.slice_name}/{host.worker_id}"] = _raylet_pid(node)
+            first[key] = first.get(key, 0) + wanted.slices
+        cluster.wait_for_nodes()
+        state = FakeClusterState(
+            address=cluster.address,
+            dashboard=f"http://{head.webui_url}" if head.webui_url else "",
+            pid=os.getpid(),
+            hosts=pids,
+            spec=json.loads(spec.to_json()),
+        )
+        # After the last add_node: each one installs Ray's own handler, which drains that one host for 30 s.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _raise_stop)
+        draft = state_file.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(state)))
+        draft.replace(state_file)  # readers see all of it or nothing
+        while True:
+            signal.pause()
+    except _Stop:
+        pass
+    finally:
+        state_file.unlink(missing_ok=True)
+        # Not gracefully: there is nothing to drain, the workers end with their raylet, and Linux ends the raylets
+        # with this process even if it is killed here.
+        for node in reversed(cluster.list_all_nodes()):
+            cluster.remove_node(node, allow_graceful=False)
+        shutil.rmtree(session, ignore_errors=True)
+
+
+class _Stop(BaseException):
+    """Raised by the signal handler; not an Exception, so no library catches it."""
+
+
+def _raise_stop(number: int, frame: object) -> None:
+    raise _Stop
+
+
+def _raylet_pid(node: Any) -> int:
+    processes = node.all_processes["raylet"]
+    return int(processes[0].process.pid)
+
+
+def main() -> None:
+    """Entry point of the server process."""
+    parser = argparse.ArgumentParser(prog="python -m tpupipe.cluster.fake", description=__doc__)
+    parser.add_argument("--spec", required=True, type=Path)
+    parser.add_argument("--state", required=True, type=Path)
+    options = parser.parse_args()
+    serve(FakeClusterSpec.from_json(options.spec.read_text()), options.state)
+
+
+if __name__ == "__main__":
+    main()

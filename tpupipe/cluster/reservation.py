@@ -1,0 +1,316 @@
+"""The held reservation: a slice is taken once, kept across stages and restarts, and given back however the run ends.
+
+Ray's ``slice_placement_group`` does the atomic part; here are the bounds (one time-out for all slices), the progress,
+the all-or-nothing over several slices and the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util import tpu
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from tpupipe.errors import ReservationError, ReservationTimeoutError, SliceError
+from tpupipe.hardware.slices import SliceSpec
+
+PROGRESS_EVERY_S = 5.0
+RELEASE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """One reserved TPU host.
+
+    Args:
+        node_id: Ray's id of the node.
+        address: Its IP address.
+        slice_name: The slice it belongs to; empty for a single-host slice without that label.
+        slice_index: Position of its slice in the reservation.
+        worker_id: Its number in the slice.
+        bundle: Index of its bundle in ``group``.
+    """
+
+    node_id: str
+    address: str
+    slice_name: str
+    slice_index: int
+    worker_id: int
+    group: PlacementGroup
+    bundle: int
+
+
+def check_slice(spec: SliceSpec) -> None:
+    """Asks Ray whether such a slice exists. Needs no cluster.
+
+    Raises:
+        SliceError: Ray knows no such topology for the generation, or the hosts do not divide it.
+    """
+    valid = tpu.TPUAcceleratorManager.is_valid_tpu_accelerator_topology(spec.ray_version, spec.topology)
+    if not valid:
+        raise SliceError(
+            f"{spec.generation} has no slice of topology {spec.topology}.",
+            hint="Cloud TPU's topologies of that generation: `tpupipe check` lists them; 4x4 is a v6e slice of 16 chips.",
+            generation=spec.generation,
+            topology=spec.topology,
+        )
+    try:
+        tpu.get_tpu_worker_resources(
+            spec.topology, spec.ray_version, {"TPU": spec.chips_per_host}, spec.slices, spec.chips_per_host
+        )
+    except ValueError as error:
+        raise SliceError(
+            f"{spec} cannot be split over its hosts: {error}",
+            hint="Leave cluster.chips_per_vm out, or set it to 1, 4 or 8 as the node pool has it.",
+            topology=spec.topology,
+            chips_per_vm=spec.chips_per_vm,
+        ) from error
+
+
+class Reservation:
+    """All slices of one run, held until ``release``. Use ``reserved`` to make one.
+
+    Args:
+        spec: What is wanted.
+        timeout_s: Seconds until all slices must be held, however many they are.
+        name: Shown in Ray's placement group table.
+        say: Takes progress lines.
+        fixed: The cluster cannot grow, so a slice that is not there is an error at once.
+    """
+
+    def __init__(
+        self, spec: SliceSpec, *, timeout_s: float, name: str, say: Callable[[str], None], fixed: bool = False
+    ) -> None:
+        self.spec = spec
+        self.waited_s = 0.0
+        self.hosts: tuple[Host, ...] = ()
+        self._timeout_s = timeout_s
+        self._name = name
+        self._say = say
+        self._fixed = fixed
+        self._handles: list[tpu.SlicePlacementGroup] = []
+
+    def __enter__(self) -> Reservation:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Takes all slices or none.
+
+        Raises:
+            ReservationError: There is no such slice, and there will not be one.
+            ReservationTimeoutError: Not all became free in time. Nothing is held.
+        """
+        if self._handles:
+            return
+        began = time.monotonic()
+        if self._fixed and len(slices := present_slices(self.spec)) < self.spec.slices:
+            raise ReservationError(
+                f"Wanted {self.spec}; the cluster has {len(slices)} such slice(s) and cannot grow. {describe_slices()}",
+                hint="Change cluster.generation, topology or slices, or start a cluster that has them.",
+                wanted=str(self.spec),
+                available=slice_states(),
+            )
+        try:
+            with _progress(lambda: self._say(self._waiting(began))):
+                for index in range(self.spec.slices):
+                    self._handles.append(self._take(index, began))
+            self.hosts = self._find_hosts()
+        except BaseException:
+            self.release()
+            raise
+        self.waited_s += time.monotonic() - began
+        names = sorted({host.slice_name or host.node_id[:8] for host in self.hosts})
+        self._say(
+            f"reserved {self.spec}: {', '.join(names)}, {len(self.hosts)} host(s), after {time.monotonic() - began:.1f} s"
+        )
+
+    def _left(self, began: float) -> float:
+        return max(0.0, self._timeout_s - (time.monotonic() - began))
+
+    def _take(self, index: int, began: float) -> tpu.SlicePlacementGroup:
+        try:
+            handle = tpu.slice_placement_group(
+                topology=self.spec.topology,
+                accelerator_version=self.spec.ray_version,
+                resources_per_bundle={"TPU": self.spec.chips_per_host},
+                chips_per_vm=self.spec.chips_per_host,
+                strategy="STRICT_SPREAD",
+                name=f"{self._name}-{index}",
+                head_reservation_timeout_s=self._left(began),
+            )
+        except TimeoutError as error:
+            raise self._timed_out(index) from error
+        if not handle.placement_group.wait(self._left(began)):
+            handle.shutdown()
+            raise self._timed_out(index)
+        # Only now: until the workers' group is ready, the head group is what keeps the claim on the slice.
+        handle.release_head_pgs()
+        return handle
+
+    def _timed_out(self, index: int) -> ReservationTimeoutError:
+        return ReservationTimeoutError(
+            f"Wanted {self.spec}; slice {index + 1} of {self.spec.slices} was not free within {self._timeout_s:g} s"
+            f" (cluster.timeout_s). {describe_slices()} Nothing is held.",
+            hint="Wait for the job that holds it, raise cluster.timeout_s, or ask for a topology that is there.",
+            wanted=str(self.spec),
+            available=slice_states(),
+        )
+
+    def _waiting(self, began: float) -> str:
+        return (
+            f"waiting for {self.spec}: {len(self._handles)} of {self.spec.slices} slice(s) held, "
+            f"{time.monotonic() - began:.0f} s of at most {self._timeout_s:g} s. {describe_slices()}"
+        )
+
+    def _find_hosts(self) -> tuple[Host, ...]:
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        hosts = []
+        for index, handle in enumerate(self._handles):
+            group = handle.placement_group
+            for bundle, node_id in placement_group_table(group)["bundles_to_node_id"].items():
+                labels = nodes[node_id].get("Labels", {})
+                hosts.append(
+                    Host(
+                        node_id=node_id,
+                        address=nodes[node_id]["NodeManagerAddress"],
+                        slice_name=labels.get("ray.io/tpu-slice-name", ""),
+                        slice_index=index,
+                        worker_id=int(labels.get("ray.io/tpu-worker-id", 0) or 0),
+                        group=group,
+                        bundle=int(bundle),
+                    )
+                )
+        return tuple(sorted(hosts, key=lambda host: (host.slice_index, host.worker_id)))
+
+    @property
+    def label_selectors(self) -> list[dict[str, str]]:
+        """One per host, in order: where Ray Train puts its workers."""
+        return [{"ray.io/node-id": host.node_id} for host in self.hosts]
+
+    def lost_hosts(self) -> list[Host]:
+        """Hosts that are dead now."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [host for host in self.hosts if host.node_id not in alive]
+
+    def renew(self, reason: str) -> None:
+        """Gives the slices back and takes new ones, after a host was lost.
+
+        Raises:
+            ReservationError, ReservationTimeoutError: As ``acquire``.
+        """
+        self._say(f"giving the reservation back: {reason}")
+        self.release()
+        self.acquire()
+
+    def release(self) -> None:
+        """Gives everything back and waits until Ray says so. Idempotent.
+
+        Raises:
+            ReservationError: Ray did not remove a placement group in time.
+        """
+        handles, self._handles, self.hosts = self._handles, [], ()
+        groups = [handle.placement_group for handle in handles]
+        for handle in handles:
+            handle.shutdown()
+        ends = time.monotonic() + RELEASE_TIMEOUT_S
+        for group in groups:
+            while placement_group_table(group).get("state", "REMOVED") != "REMOVED":  # removing is asynchronous
+                if time.monotonic() > ends:
+                    raise ReservationError(
+                        f"Ray did not remove placement group {group.id.hex()} in {RELEASE_TIMEOUT_S:.0f} s.",
+                        hint="It ends with this driver at the latest.",
+                    )
+                time.sleep(0.02)
+
+
+def slice_states() -> list[dict[str, Any]]:
+    """Every slice in the cluster: name, topology, pod type, hosts, chips, free chips, and who holds the others."""
+    held: dict[str, float] = {}
+    holders: dict[str, set[str]] = {}
+    for group in placement_group_table().values():
+        if group["state"] == "REMOVED":
+            continue
+        for bundle, node_id in group["bundles_to_node_id"].items():
+            chips = group["bundles"][int(bundle)].get("TPU", 0)
+            held[node_id] = held.get(node_id, 0) + chips
+            if chips:
+                holders.setdefault(node_id, set()).add(group["name"] or group["placement_group_id"][:8])
+    slices: dict[str, dict[str, Any]] = {}
+    for node in ray.nodes():
+        chips = node.get("Resources", {}).get("TPU", 0)
+        if not node["Alive"] or not chips:
+            continue
+        labels = node.get("Labels", {})
+        name = labels.get("ray.io/tpu-slice-name") or node["NodeID"][:8]
+        state = slices.setdefault(
+            name,
+            {
+                "name": name,
+                "topology": labels.get("ray.io/tpu-topology", ""),
+                "pod_type": labels.get("ray.io/tpu-pod-type", ""),
+                "hosts": 0,
+                "chips": 0,
+                "chips_free": 0,
+                "held_by": [],
+            },
+        )
+        state["hosts"] += 1
+        state["chips"] += int(chips)
+        state["chips_free"] += int(chips - held.get(node["NodeID"], 0))
+        state["held_by"] = sorted({*state["held_by"], *holders.get(node["NodeID"], ())})
+    return sorted(slices.values(), key=lambda s: str(s["name"]))
+
+
+def present_slices(spec: SliceSpec) -> list[dict[str, Any]]:
+    """Slices in the cluster of that generation and topology, busy or not."""
+    return [s for s in slice_states() if s["topology"] == spec.topology and s["pod_type"] == spec.pod_type]
+
+
+def describe_slices() -> str:
+    """One sentence: what the cluster has, and what of it is free."""
+    states = slice_states()
+    if not states:
+        return "The cluster has no TPU slices now."
+    listed = "; ".join(
+        f"{s['name']} ({s['pod_type'] or '?'}, {s['topology'] or '?'}, {s['chips_free']} of {s['chips']} chips free"
+        f"{', held by ' + ', '.join(s['held_by']) if s['held_by'] else ''})"
+        for s in states
+    )
+    return f"The cluster has: {listed}."
+
+
+@contextlib.contextmanager
+def _progress(tell: Callable[[], None]) -> Iterator[None]:
+    done = threading.Event()
+
+    def loop() -> None:
+        while not done.wait(PROGRESS_EVERY_S):
+            tell()
+
+    thread = threading.Thread(target=loop, name="reservation-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def held_groups(names: Sequence[str] = ()) -> list[str]:
+    """Names of the placement groups that are not removed, in this cluster (of those given, if any)."""
+    table = placement_group_table()
+    held = [str(group["name"]) for group in table.values() if group["state"] != "REMOVED"]
+    return sorted(name for name in held if not names or name in names)

@@ -1,0 +1,497 @@
+"""Prepared data: batches as Parquet, units as single objects, and rows back by chunk.
+
+A unit is one Parquet object; a chunk is one of its row groups. What the unit was made from
+stands in the object's own footer, so there is no second record that could disagree with it.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from tpupipe.data.columns import to_numpy, to_table
+from tpupipe.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from tpupipe.store.layout import RunPaths
+    from tpupipe.store.objects import Store
+
+__all__ = [
+    "ChunkReader", "Manifest", "ManifestUnit", "UnitFooter", "decode_footer", "decode_schema", "decode_unit",
+    "encode_unit", "merge_schemas", "object_file", "to_numpy", "to_table",
+]  # fmt: skip
+
+_FOOTER_KEY = b"tpupipe"
+_FORMAT = 1
+_TAIL_BYTES = 65_536
+_CACHED_UNITS = 256
+_LOAD_THREADS = 8
+
+
+# -- units ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitFooter:
+    """What a unit's object says about itself.
+
+    Attributes:
+        unit: Unit id.
+        rows: Rows in the object. Filled in by :func:`encode_unit`.
+        chunks: Rows of every chunk. Filled in by :func:`encode_unit`.
+        rows_in: Input rows the unit was made from (``map`` may change their number).
+        rows_bad: Input rows set aside with an error record.
+        input_fingerprint: Of the unit's input.
+        params_fingerprint: Of the parameters used, ``""`` without any.
+        code_fingerprint: Of the user's code.
+        lease_epoch: Lease under which it was written.
+        sample: Exact fraction of the input the run uses, such as ``"1/100"``.
+    """
+
+    unit: str
+    rows: int = 0
+    chunks: tuple[int, ...] = ()
+    rows_in: int = 0
+    rows_bad: int = 0
+    input_fingerprint: str = ""
+    params_fingerprint: str = ""
+    code_fingerprint: str = ""
+    lease_epoch: int = 0
+    sample: str = "1"
+
+
+def encode_unit(table: pa.Table, *, chunk_rows: int, footer: UnitFooter) -> bytes:
+    """A unit's object: one Parquet file, one row group per chunk, the same bytes every time.
+
+    Args:
+        table: The rows; may have none, which keeps the schema and makes no chunk.
+        chunk_rows: Rows per chunk; the last may be shorter.
+        footer: What to record; ``rows`` and ``chunks`` are filled in here.
+
+    Raises:
+        UsageError: ``chunk_rows`` is not positive.
+        DataError: Parquet has no type for a column.
+    """
+    if chunk_rows < 1:
+        raise UsageError(f"chunk_rows={chunk_rows} must be at least 1.")
+    rows = table.num_rows
+    chunks = tuple(min(chunk_rows, rows - start) for start in range(0, rows, chunk_rows))
+    record = dataclasses.asdict(dataclasses.replace(footer, rows=rows, chunks=chunks))
+    # Dictionaries pay for repeated text only; on numbers they cost time at both ends.
+    text = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_binary(f.type)]
+    sink = pa.BufferOutputStream()
+    try:
+        with pq.ParquetWriter(
+            sink, table.schema, compression="zstd", use_dictionary=text or False, write_page_checksum=True
+        ) as writer:
+            if rows:
+                writer.write_table(table, row_group_size=chunk_rows)
+            writer.add_key_value_metadata({_FOOTER_KEY: _dump({"format": _FORMAT, **record})})
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        raise DataError(f"Unit {footer.unit} cannot be written as Parquet: {error}.", unit=footer.unit) from error
+    return bytes(sink.getvalue())
+
+
+def decode_unit(data: bytes) -> pa.Table:
+    """All rows of a unit's object.
+
+    Raises:
+        DataError: The object is damaged.
+    """
+    try:
+        return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read(use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"A unit's object of {len(data)} bytes is not readable Parquet: {error}.") from error
+
+
+def decode_footer(source: bytes | io.IOBase) -> UnitFooter:
+    """The footer of a unit's object, from its last bytes only.
+
+    Args:
+        source: The object, or a seekable file such as :func:`object_file` gives.
+
+    Raises:
+        DataError: It is not a unit's object, is damaged, or was written by a newer version.
+    """
+    return _footer(_metadata(source))
+
+
+def decode_schema(source: bytes | io.IOBase) -> pa.Schema:
+    """The schema of a unit's object, from its last bytes only. Raises as :func:`decode_footer`."""
+    return _metadata(source).schema.to_arrow_schema()
+
+
+def _metadata(source: bytes | io.IOBase) -> pq.FileMetaData:
+    try:
+        return pq.read_metadata(pa.BufferReader(source) if isinstance(source, bytes) else source)
+    except pa.ArrowException as error:
+        raise DataError(f"Not a unit's object: {error}.") from error
+
+
+def _footer(metadata: pq.FileMetaData) -> UnitFooter:
+    value = (metadata.metadata or {}).get(_FOOTER_KEY)
+    if value is None:
+        raise DataError("Not a unit's object: this Parquet file has no 'tpupipe' footer.")
+    record = json.loads(value)
+    if record.pop("format", None) != _FORMAT:
+        raise DataError(
+            f"The unit's object has a footer format other than {_FORMAT}.", hint="Upgrade tpupipe to read it."
+        )
+    record["chunks"] = tuple(record["chunks"])
+    return UnitFooter(**record)
+
+
+class _ObjectFile(io.RawIOBase):
+    """A seekable view of an object that remembers what it read, so that bytes travel once."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, name: str) -> None:
+        super().__init__()
+        self._read, self._size, self._name = read, size, name
+        self._segments: list[tuple[int, bytes]] = []
+        self._at = 0
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop), from memory or in one read."""
+        for begin, data in self._segments:
+            if begin <= start and stop <= begin + len(data):
+                return data[start - begin : stop - begin]
+        data = self._read(start, stop)
+        if len(data) != stop - start:
+            raise DataError(f"{self._name} is cut short: no bytes {start} to {stop}.", path=self._name)
+        self._segments.append((start, data))
+        return data
+
+    def fetch_tail(self) -> None:
+        """Reads the end, where Parquet keeps its footer, in one go."""
+        self.fetch(max(self._size - _TAIL_BYTES, 0), self._size)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence] + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self._size if size is None or size < 0 else min(self._at + size, self._size)
+        if stop <= self._at:
+            return b""
+        data = self.fetch(self._at, stop)
+        self._at = stop
+        return data
+
+
+def object_file(store: Store, name: str, size_bytes: int) -> io.RawIOBase:
+    """An object as a seekable file whose end is already read: for :func:`decode_footer` without the body."""
+    file = _ObjectFile(lambda start, stop: store.read(name, start, stop), size_bytes, name)
+    file.fetch_tail()
+    return file
+
+
+# -- manifest -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ManifestUnit:
+    """One committed unit of a complete stage.
+
+    Attributes:
+        unit: Unit id.
+        rows: Its rows.
+        chunks: Rows of its chunks.
+        size_bytes: Size of its object.
+        crc32c: Checksum of its object, where the store knows it.
+    """
+
+    unit: str
+    rows: int
+    chunks: tuple[int, ...]
+    size_bytes: int
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a complete stage wrote, in input order.
+
+    Attributes:
+        stage: Name of the stage.
+        units: The units, sorted by id.
+        schema: Arrow schema of the rows, see :func:`merge_schemas`.
+        fingerprints: What it was made from, by name.
+
+    Raises:
+        DataError: Units are not sorted and unique, or rows and chunks disagree.
+    """
+
+    stage: str
+    units: tuple[ManifestUnit, ...]
+    schema: pa.Schema
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", tuple(self.units))
+        last = ""
+        for unit in self.units:
+            if unit.unit <= last or unit.rows != sum(unit.chunks):
+                raise DataError(
+                    f"Manifest of stage {self.stage!r}: unit {unit.unit} after {last or 'nothing'} with {unit.rows} rows "
+                    f"in chunks of {sum(unit.chunks)}; units must be sorted and unique, chunks must add up.",
+                    unit=unit.unit,
+                )
+            last = unit.unit
+
+    @property
+    def rows(self) -> int:
+        """Rows of all units."""
+        return sum(unit.rows for unit in self.units)
+
+    @cached_property
+    def chunk_rows(self) -> NDArray[np.int64]:
+        """``int64[C]``: rows of every chunk, in manifest order. What ``Stream`` is given."""
+        return np.array([rows for unit in self.units for rows in unit.chunks], np.int64)
+
+    @cached_property
+    def chunk_units(self) -> NDArray[np.int64]:
+        """``int64[C]``: index into ``units`` of every chunk."""
+        return np.repeat(np.arange(len(self.units)), [len(unit.chunks) for unit in self.units])
+
+    @cached_property
+    def chunk_groups(self) -> NDArray[np.int64]:
+        """``int64[C]``: row group of every chunk inside its unit's object."""
+        counts = np.array([len(unit.chunks) for unit in self.units], np.int64)
+        return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+    def empty_batch(self) -> dict[str, NDArray[Any]]:
+        """Columns without rows, ``ndarray[0, ...]``: the dtypes and shapes of a row."""
+        return to_numpy(self.schema.empty_table())
+
+    def to_json(self) -> bytes:
+        """The manifest as JSON; equal manifests give equal bytes."""
+        return _dump(
+            {
+                "format": _FORMAT,
+                "stage": self.stage,
+                "rows": self.rows,
+                "columns": {column.name: str(column.type) for column in self.schema},
+                "schema": base64.b64encode(self.schema.serialize().to_pybytes()).decode(),
+                "fingerprints": dict(self.fingerprints),
+                # Lists, not objects: a stage may have a million units.
+                "unit_fields": [f.name for f in dataclasses.fields(ManifestUnit)],
+                "units": [[u.unit, u.rows, list(u.chunks), u.size_bytes, u.crc32c] for u in self.units],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Reads :meth:`to_json` back.
+
+        Raises:
+            DataError: Not a manifest, or one of a newer version.
+        """
+        try:
+            record = json.loads(data)
+            if record["format"] != _FORMAT:
+                raise DataError(f"The manifest has format {record['format']}; this version reads {_FORMAT}.")
+            units = tuple(
+                ManifestUnit(u, rows, tuple(chunks), size, crc) for u, rows, chunks, size, crc in record["units"]
+            )
+            schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["schema"])))
+            return cls(record["stage"], units, schema, record["fingerprints"])
+        except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"Not a manifest: {type(error).__name__}: {error}.") from error
+
+
+def merge_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """One schema for the units of a stage: all-empty columns take the type they have elsewhere, numbers widen.
+
+    Raises:
+        DataError: Units have different columns, or types (shapes, too) that do not go together.
+    """
+    distinct: list[pa.Schema] = []
+    for schema in schemas:
+        if not any(schema.equals(known, check_metadata=True) for known in distinct):
+            distinct.append(schema)
+    if not distinct:
+        return pa.schema([])
+    for schema in distinct[1:]:
+        if set(schema.names) != set(distinct[0].names):
+            raise DataError(f"Units have different columns: {distinct[0].names} and {schema.names}.")
+    for name in distinct[0].names:
+        columns = [s.field(name) for s in distinct if not pa.types.is_null(s.field(name).type)]
+        fixed = [str(c.type) for c in columns if pa.types.is_fixed_size_list(c.type)]
+        if len({(c.type, str(c.metadata)) for c in columns}) > 1 and (fixed or any(c.metadata for c in columns)):
+            # Arrow would make ragged lists, or other numbers, of these.
+            raise DataError(
+                f"Column {name!r} has different shapes or dtypes in different units: "
+                f"{' and '.join(sorted({str(c.type) for c in columns}))}.",
+                column=name,
+            )
+    # A typed field first, so that its metadata (dtype, shape) is the one that is kept.
+    distinct.sort(key=lambda schema: sum(pa.types.is_null(column.type) for column in schema))
+    try:
+        return pa.unify_schemas(distinct, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(f"The columns of the units do not go together: {error}.") from error
+
+
+def _dump(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+
+# -- reading --------------------------------------------------------------------------------
+
+
+class ChunkReader:
+    """Rows of a complete stage by (chunk, row), with the last used chunks kept decoded.
+
+    Reads the footer of a unit's object once, then only the byte range of a wanted chunk.
+    Safe to use from several threads; pickles without its cache.
+
+    Args:
+        store: Where the run is.
+        paths: Names of the run's objects.
+        manifest: What the stage wrote.
+        cache_chunks: Decoded chunks to keep. A batch may touch more.
+    """
+
+    def __init__(self, store: Store, paths: RunPaths, manifest: Manifest, *, cache_chunks: int = 16) -> None:
+        if cache_chunks < 1:
+            raise UsageError(f"cache_chunks={cache_chunks} must be at least 1.")
+        self._store, self._paths, self._manifest, self._cache_chunks = store, paths, manifest, cache_chunks
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[int, dict[str, NDArray[Any]]] = OrderedDict()
+        self._units: OrderedDict[int, pq.FileMetaData] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_reader, (self._store, self._paths, self._manifest, self._cache_chunks)
+
+    def rows(
+        self,
+        chunk_index: NDArray[np.integer[Any]] | Sequence[int],
+        row_indices: NDArray[np.integer[Any]] | Sequence[int],
+    ) -> dict[str, NDArray[Any]]:
+        """The named rows, in the order given.
+
+        Args:
+            chunk_index: ``int[B]``, chunk of every row, in manifest order.
+            row_indices: ``int[B]``, row inside the chunk.
+
+        Returns:
+            Column name to ``ndarray[B, ...]``; the caller may write to them.
+
+        Raises:
+            UsageError: A chunk or row does not exist.
+            DataError: An object is damaged or is not what the manifest says.
+            StoreError: An object cannot be read.
+        """
+        chunks, rows = np.asarray(chunk_index), np.asarray(row_indices)
+        if not len(chunks):
+            return self._manifest.empty_batch()
+        sizes = self._manifest.chunk_rows
+        if chunks.min() < 0 or chunks.max() >= len(sizes) or rows.min() < 0 or (rows >= sizes[chunks]).any():
+            raise UsageError(f"A (chunk, row) is outside the {len(sizes)} chunks of stage {self._manifest.stage!r}.")
+        if chunks[0] == chunks[-1] and (chunks == chunks[0]).all():
+            arrays = self._decoded([int(chunks[0])])[int(chunks[0])]
+            return {name: values[rows] for name, values in arrays.items()}
+        # One gather per chunk and column, never per row.
+        order = np.argsort(chunks, kind="stable")
+        bounds = np.flatnonzero(np.diff(chunks[order], prepend=-1, append=-1))
+        wanted = chunks[order][bounds[:-1]].tolist()
+        decoded = self._decoded(wanted)
+        first = decoded[wanted[0]]
+        batch = {name: np.empty((len(chunks), *values.shape[1:]), values.dtype) for name, values in first.items()}
+        for chunk, start, stop in zip(wanted, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            places = order[start:stop]
+            for name, values in decoded[chunk].items():
+                batch[name][places] = values[rows[places]]
+        return batch
+
+    def _decoded(self, wanted: Sequence[int]) -> dict[int, dict[str, NDArray[Any]]]:
+        with self._lock:
+            found = {chunk: self._chunks[chunk] for chunk in wanted if chunk in self._chunks}
+            for chunk in found:
+                self._chunks.move_to_end(chunk)
+        missing = [chunk for chunk in wanted if chunk not in found]
+        if not missing:
+            return found
+        # Outside the lock: two threads may load the same chunk, which costs time and nothing else.
+        if len(missing) == 1:
+            loaded = {missing[0]: self._load(missing[0])}
+        else:
+            with ThreadPoolExecutor(min(_LOAD_THREADS, len(missing))) as pool:
+                loaded = dict(zip(missing, pool.map(self._load, missing), strict=True))
+        with self._lock:
+            self._chunks.update(loaded)
+            while len(self._chunks) > self._cache_chunks:
+                self._chunks.popitem(last=False)
+        return found | loaded
+
+    def _load(self, chunk: int) -> dict[str, NDArray[Any]]:
+        index, group = int(self._manifest.chunk_units[chunk]), int(self._manifest.chunk_groups[chunk])
+        unit = self._manifest.units[index]
+        name = self._paths.unit(self._manifest.stage, unit.unit)
+        file = _ObjectFile(lambda start, stop: self._store.read(name, start, stop), unit.size_bytes, name)
+        metadata = self._unit_metadata(index, file, name)
+        columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
+        begins = [c.data_page_offset if not c.has_dictionary_page else c.dictionary_page_offset for c in columns]
+        stop = max(begin + c.total_compressed_size for begin, c in zip(begins, columns, strict=True))
+        file.fetch(min(begins), stop)  # before pyarrow sees the file: a store's error arrives as itself
+        try:
+            table = pq.ParquetFile(
+                file, metadata=metadata, pre_buffer=False, page_checksum_verification=True
+            ).read_row_group(group, use_threads=False)
+            schema = self._manifest.schema
+            if not table.schema.equals(schema):
+                table = table.select(schema.names).cast(schema)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise DataError(
+                f"Chunk {group} of {name} is damaged or not what the manifest says: {error}.", path=name
+            ) from error
+        return to_numpy(table.replace_schema_metadata(None))
+
+    def _unit_metadata(self, index: int, file: _ObjectFile, name: str) -> pq.FileMetaData:
+        with self._lock:
+            if index in self._units:
+                self._units.move_to_end(index)
+                return self._units[index]
+        file.fetch_tail()
+        metadata = _metadata(file)
+        unit, footer = self._manifest.units[index], _footer(metadata)
+        if (footer.unit, footer.chunks) != (unit.unit, unit.chunks) or metadata.num_row_groups != len(unit.chunks):
+            raise DataError(
+                f"{name} holds unit {footer.unit} with {footer.rows} rows in {len(footer.chunks)} chunks; the manifest "
+                f"says unit {unit.unit} with {unit.rows} rows in {len(unit.chunks)} chunks.",
+                path=name,
+            )
+        with self._lock:
+            self._units[index] = metadata
+            if len(self._units) > _CACHED_UNITS:
+                self._units.popitem(last=False)
+        return metadata
+
+
+def _rebuild_reader(store: Store, paths: RunPaths, manifest: Manifest, cache_chunks: int) -> ChunkReader:
+    return ChunkReader(store, paths, manifest, cache_chunks=cache_chunks)

@@ -1,0 +1,259 @@
+"""Rows of one unit, read from its input files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpupipe.data.sources import (
+    COMPRESSED,
+    Files,
+    JsonLines,
+    Parquet,
+    Part,
+    Source,
+    Unit,
+    input_errors,
+    open_filesystem,
+)
+from tpupipe.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_TAIL_BYTES = 65_536  # read past the end of a range in the same request: most lines end within it
+_PAGE_BUFFER_BYTES = 65_536
+_HEAD_ROWS = 1024
+
+
+def read_unit(
+    source: Source, unit: Unit, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None
+) -> pa.Table:
+    """Reads the rows of one unit, in input order.
+
+    Args:
+        source: The source whose ``units()`` (or a sample of them) gave ``unit``.
+        unit: What to read.
+        filesystem: An fsspec filesystem; by default the one of the paths' scheme.
+        storage_options: Arguments for that default filesystem.
+
+    Returns:
+        ``Files``: ``path: string`` and ``text: string`` (bytes that are not UTF-8 replaced by
+        U+FFFD) or ``data: binary``. ``JsonLines``: the inferred columns. ``Parquet``: the
+        file's columns. A row is named by (unit id, row index); no id column is added.
+
+    Raises:
+        DataError: A file is gone, changed since it was listed, or cannot be parsed.
+        StoreError: A file cannot be read.
+    """
+    if isinstance(source, Files):
+        return _read_files(source, unit, filesystem, storage_options)
+    if isinstance(source, JsonLines):
+        return _read_json(unit, filesystem, storage_options)
+    if isinstance(source, Parquet):
+        return _read_parquet(source, unit, filesystem, storage_options)
+    raise DataError(f"read_unit cannot read a {type(source).__name__}; allowed: Files, JsonLines, Parquet.")
+
+
+def _read_files(source: Files, unit: Unit, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
+    import pyarrow as pa
+
+    contents = _read_parts(unit.parts, filesystem, storage_options, unpack=source.mode == "text")
+    # A later piece of a file in which no line begins belongs to the row before it.
+    rows = [(part.path, data) for part, data in zip(unit.parts, contents, strict=True) if data or part.start == 0]
+    paths = pa.array([path for path, _ in rows], pa.string())
+    if source.mode == "binary":
+        return pa.table({"path": paths, "data": pa.array([data for _, data in rows], pa.binary())})
+    texts = pa.array([data.decode("utf-8", "replace") for _, data in rows], pa.string())
+    return pa.table({"path": paths, "text": texts})
+
+
+# -- JSON lines -----------------------------------------------------------------------------
+
+
+def _read_json(unit: Unit, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
+    import pyarrow as pa
+
+    contents = _read_parts(unit.parts, filesystem, storage_options, unpack=True)
+    try:
+        return _parse_json(b"\n".join(contents))
+    except pa.ArrowInvalid as error:
+        for part, data in zip(unit.parts, contents, strict=True):  # again one by one, to name the file
+            try:
+                _parse_json(data)
+            except pa.ArrowInvalid as cause:
+                raise DataError(
+                    f"{part.path}, bytes {part.start} to {part.stop}, is not JSON lines: {cause}.",
+                    path=part.path,
+                    unit=unit.id,
+                ) from cause
+        paths = ", ".join(dict.fromkeys(part.path for part in unit.parts))
+        raise DataError(
+            f"The files of unit {unit.id} have columns that do not go together: {error}. Files: {paths}.",
+            hint="A column must have one type in all files.",
+            unit=unit.id,
+        ) from error
+
+
+def _parse_json(data: bytes) -> pa.Table:
+    import pyarrow as pa
+    from pyarrow import json
+
+    if not data.strip():
+        return pa.table({})
+    # One block: pyarrow infers types from the first block only and refuses a row larger than a block.
+    options = json.ReadOptions(use_threads=False, block_size=min(len(data) + 1, 2**31 - 1))
+    return json.read_json(io.BytesIO(data), read_options=options)
+
+
+# -- Parquet --------------------------------------------------------------------------------
+
+
+def _read_parquet(source: Parquet, unit: Unit, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
+    import pyarrow as pa
+
+    tables = [_read_rows(source, part, filesystem, storage_options) for part in unit.parts]
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        paths = ", ".join(part.path for part in unit.parts)
+        raise DataError(f"The schemas of {paths} do not go together: {error}.", unit=unit.id) from error
+
+
+def _read_rows(source: Parquet, part: Part, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fs = open_filesystem(part.path, filesystem, storage_options)
+    with input_errors("read", part.path), fs.open(part.path, "rb") as handle:
+        if handle.size != part.file_bytes:
+            raise _changed(part, f"it has {handle.size} bytes")
+        try:
+            file = pq.ParquetFile(handle, pre_buffer=True)
+            columns = _columns(source, part, file.schema_arrow)
+            groups: list[int] = []
+            first = position = 0
+            for index in range(file.num_row_groups):
+                rows = file.metadata.row_group(index).num_rows
+                if position < part.stop and position + rows > part.start:
+                    first = position if not groups else first
+                    groups.append(index)
+                position += rows
+            if part.stop > position:
+                raise _changed(part, f"it has {position} rows")
+            skip, wanted = part.start - first, part.stop - part.start
+            covered = sum(file.metadata.row_group(index).num_rows for index in groups)
+            if covered == skip + wanted or not groups:
+                return file.read_row_groups(groups, columns=columns).slice(skip)
+            return _read_head(handle, groups, columns, skip + wanted).slice(skip)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{part.path} is not a readable Parquet file: {error}.", path=part.path) from error
+
+
+def _read_head(handle: Any, groups: list[int], columns: list[str] | None, rows: int) -> pa.Table:
+    """The first rows of some row groups, without fetching all their pages."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(handle, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES)
+    batches, got = [], 0
+    for batch in file.iter_batches(
+        batch_size=min(rows, _HEAD_ROWS), row_groups=groups, columns=columns, use_threads=False
+    ):
+        batches.append(batch)
+        got += batch.num_rows
+        if got >= rows:
+            break
+    return pa.Table.from_batches(batches).slice(0, rows)
+
+
+def _columns(source: Parquet, part: Part, schema: pa.Schema) -> list[str] | None:
+    if source.columns is None:
+        return None
+    missing = [name for name in source.columns if name not in schema.names]
+    if missing:
+        raise DataError(
+            f"{part.path} has no column {', '.join(missing)}; it has {', '.join(schema.names)}.", path=part.path
+        )
+    return list(source.columns)
+
+
+# -- bytes ----------------------------------------------------------------------------------
+
+
+def _read_parts(
+    parts: Sequence[Part], filesystem: Any, storage_options: Mapping[str, Any] | None, *, unpack: bool
+) -> list[bytes]:
+    """Content of file and line ranges, fetched together where the file system can."""
+    wanted = [part for part in parts if part.size_bytes > 0]  # an empty object refuses any range
+    found: dict[Part, bytes] = {}
+    if wanted:
+        fs = open_filesystem(wanted[0].path, filesystem, storage_options)
+        # One byte before the range tells whether a line begins at its start.
+        starts = [max(part.start - 1, 0) for part in wanted]
+        stops = [
+            min(part.stop + _TAIL_BYTES, part.file_bytes) if part.stop < part.file_bytes else part.stop
+            for part in wanted
+        ]
+        paths = [part.path for part in wanted]
+        with input_errors("read", paths[0] if len(set(paths)) == 1 else f"{paths[0]} … {paths[-1]}"):
+            contents = fs.cat_ranges(paths, starts, stops, on_error="raise")
+        for part, start, stop, data in zip(wanted, starts, stops, contents, strict=True):
+            if len(data) != stop - start:
+                raise _changed(part, f"it ends at byte {start + len(data)}")
+            found[part] = _whole_lines(fs, part, start, data)
+    return [_unpack(part, found.get(part, b"")) if unpack else found.get(part, b"") for part in parts]
+
+
+def _whole_lines(fs: Any, part: Part, start: int, data: bytes) -> bytes:
+    """Cuts ``data``, which begins at byte ``start`` of the file, to the lines that begin in the part."""
+    begin = 0
+    if part.start > 0:
+        newline = data.find(b"\n", 0, part.stop - start)
+        # No newline before the last byte: no line begins inside.
+        if newline < 0 or start + newline + 1 >= part.stop:
+            return b""
+        begin = newline + 1
+    if part.stop >= part.file_bytes:
+        return data[begin:]
+    step = _TAIL_BYTES
+    while True:
+        end = data.find(b"\n", max(part.stop - 1 - start, 0))
+        if end >= 0:
+            return data[begin : end + 1]
+        reached = start + len(data)
+        if reached >= part.file_bytes:
+            return data[begin:]
+        step *= 2
+        with input_errors("read", part.path):
+            more = fs.cat_file(part.path, start=reached, end=min(reached + step, part.file_bytes))
+        if not more:
+            raise _changed(part, f"it ends at byte {reached}")
+        data += more
+
+
+def _unpack(part: Part, data: bytes) -> bytes:
+    if part.kind != "file" or not part.path.endswith(COMPRESSED):
+        return data
+    import fsspec
+
+    name = fsspec.utils.infer_compression(part.path)
+    opener = fsspec.compression.compr.get(name)
+    if opener is None:
+        raise DataError(
+            f"{part.path}: no library for {name} is installed.", hint="pip install zstandard", path=part.path
+        )
+    try:
+        with opener(io.BytesIO(data), mode="rb") as handle:
+            return bytes(handle.read())
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{part.path} cannot be unpacked: {error}.", path=part.path) from error
+
+
+def _changed(part: Part, now: str) -> DataError:
+    return DataError(
+        f"The input {part.path} changed since it was listed with {part.file_bytes} bytes: {now}.",
+        hint="Inputs must not change during a run; write new files instead.",
+        path=part.path,
+    )

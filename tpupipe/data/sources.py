@@ -1,0 +1,400 @@
+"""Inputs, and how they are cut into work units.
+
+Declarations only: a job module imports this file, so nothing heavier than the standard
+library is loaded until ``units()`` lists the inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from tpupipe.errors import DataError, JobError, StoreDeniedError, StoreError, TpupipeError
+
+PartKind: TypeAlias = Literal["file", "bytes", "rows"]
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_MIN_FILE_COST = 1024  # bytes a file counts for at least, so that a unit never holds a million empty files
+_FOOTER_THREADS = 16
+_REMOTE_LIBRARIES = ("gcsfs", "aiohttp", "google")  # their errors are not all OSErrors
+_MAGIC = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of one input file.
+
+    Attributes:
+        path: Absolute local path, or a URI such as ``gs://bucket/key``.
+        start: First byte (``file``, ``bytes``) or row (``rows``).
+        stop: One past the last byte or row.
+        kind: ``file``: the whole file, not to be cut. ``bytes``: every line that *begins* in
+            ``[start, stop)``, to its end. ``rows``: rows of a Parquet file.
+        size_bytes: How much of the input it is; an estimate for ``rows``.
+        file_bytes: Size of the file when it was listed.
+        version: Generation, etag or modification time of the file.
+    """
+
+    path: str
+    start: int
+    stop: int
+    kind: PartKind
+    size_bytes: int
+    file_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest piece of resumable work.
+
+    Attributes:
+        id: ``000012-ab12cd34``: position in input order and a hash of what it covers. Sorting
+            ids sorts units in input order. Rows are named by (unit id, row index).
+        parts: What to read, in order.
+        fingerprint: Changes when the content of a part's file does (size, generation or
+            modification time), while ``id`` stays.
+    """
+
+    id: str
+    parts: tuple[Part, ...]
+    fingerprint: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Input bytes of all parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One listed input file."""
+
+    path: str
+    size_bytes: int
+    version: str
+
+
+def make_units(groups: Sequence[Sequence[Part]]) -> list[Unit]:
+    """Numbers groups of parts as units.
+
+    Args:
+        groups: The parts of each unit, in input order.
+    """
+    width = max(6, len(str(len(groups) - 1)))
+    units = []
+    for index, parts in enumerate(groups):
+        covers = "\n".join(f"{p.path}\t{p.start}\t{p.stop}\t{p.kind}" for p in parts)
+        content = covers + "\n" + "\n".join(f"{p.file_bytes}\t{p.version}" for p in parts)
+        units.append(Unit(f"{index:0{width}d}-{_hash(covers, 4)}", tuple(parts), _hash(content, 16)))
+    return units
+
+
+def fingerprint_units(units: Iterable[Unit]) -> str:
+    """One fingerprint for all inputs: equal exactly when ids and fingerprints all are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for unit in units:
+        digest.update(f"{unit.id}\t{unit.fingerprint}\n".encode())
+    return digest.hexdigest()
+
+
+class Source(ABC):
+    """Something that gives rows, cut into units."""
+
+    @abstractmethod
+    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
+        """Lists the inputs as work units, sorted by path; the same inputs always give the same list.
+
+        Args:
+            filesystem: An fsspec filesystem to list with; by default the one of the pattern's scheme.
+            storage_options: Arguments for that default filesystem.
+
+        Raises:
+            DataError: A pattern matches no file.
+            StoreError: The inputs cannot be listed.
+        """
+
+
+@dataclass(frozen=True, init=False)
+class Files(Source):
+    """Text or binary files. A row is ``{path: str, text: str}`` or ``{path: str, data: bytes}``.
+
+    Args:
+        pattern: A glob, a folder (all files below it) or a list of those; local or ``gs://``.
+            Names that begin with a dot are skipped unless the pattern spells one out.
+        unit_bytes: Small files are packed into units of about this size. A text file larger
+            than this becomes several rows, cut at line ends; a binary file is always one row.
+        mode: ``"text"`` decodes UTF-8 (bytes that are not UTF-8 become U+FFFD) and unpacks
+            ``.gz``, ``.bz2``, ``.xz``, ``.zst``; ``"binary"`` gives the bytes as they are.
+
+    Raises:
+        JobError: An argument is not valid.
+    """
+
+    pattern: tuple[str, ...]
+    unit_bytes: int
+    mode: Literal["text", "binary"]
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        unit_bytes: int = 4_000_000,
+        mode: Literal["text", "binary"] = "text",
+    ) -> None:
+        if mode not in ("text", "binary"):
+            raise JobError(f'Files(mode={mode!r}) is not known; allowed: "text", "binary".')
+        object.__setattr__(self, "pattern", _patterns("Files", pattern))
+        object.__setattr__(self, "unit_bytes", _positive("Files", "unit_bytes", unit_bytes))
+        object.__setattr__(self, "mode", mode)
+
+    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
+        """See :meth:`Source.units`."""
+        files = list_files(self.pattern, filesystem, storage_options)
+        return make_units(_pack(files, self.unit_bytes, splittable=self.mode == "text"))
+
+
+@dataclass(frozen=True, init=False)
+class JsonLines(Source):
+    """JSON lines: a row is a line; columns and types are inferred per unit. Blank lines are skipped.
+
+    Args:
+        pattern: As for ``Files``.
+        unit_bytes: Files are packed, or cut at line ends, into units of about this size.
+            Compressed files (``.gz``, ``.bz2``, ``.xz``, ``.zst``) are never cut.
+
+    Raises:
+        JobError: An argument is not valid.
+    """
+
+    pattern: tuple[str, ...]
+    unit_bytes: int
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        unit_bytes: int = 4_000_000,
+    ) -> None:
+        object.__setattr__(self, "pattern", _patterns("JsonLines", pattern))
+        object.__setattr__(self, "unit_bytes", _positive("JsonLines", "unit_bytes", unit_bytes))
+
+    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
+        """See :meth:`Source.units`."""
+        return make_units(_pack(list_files(self.pattern, filesystem, storage_options), self.unit_bytes, True))
+
+
+@dataclass(frozen=True, init=False)
+class Parquet(Source):
+    """Parquet files, cut by row groups. ``units()`` reads the footer of every file.
+
+    Args:
+        pattern: As for ``Files``.
+        row_groups_per_unit: Row groups of one file that make a unit.
+        columns: Columns to read; all by default.
+
+    Raises:
+        JobError: An argument is not valid.
+    """
+
+    pattern: tuple[str, ...]
+    row_groups_per_unit: int
+    columns: tuple[str, ...] | None
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        row_groups_per_unit: int = 1,
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise JobError(f"Parquet(columns={columns!r}) must be a list of at least one column name, or None for all.")
+        object.__setattr__(self, "pattern", _patterns("Parquet", pattern))
+        object.__setattr__(
+            self, "row_groups_per_unit", _positive("Parquet", "row_groups_per_unit", row_groups_per_unit)
+        )
+        object.__setattr__(self, "columns", None if columns is None else tuple(columns))
+
+    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
+        """See :meth:`Source.units`. Raises ``DataError`` also for a file that is not Parquet."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        files = list_files(self.pattern, filesystem, storage_options)
+        with ThreadPoolExecutor(min(_FOOTER_THREADS, len(files))) as pool:
+            groups = list(pool.map(lambda file: self._file_groups(file, filesystem, storage_options), files))
+        return make_units([[part] for parts in groups for part in parts])
+
+    def _file_groups(self, file: InputFile, filesystem: Any, storage_options: Mapping[str, Any] | None) -> list[Part]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        fs = open_filesystem(file.path, filesystem, storage_options)
+        with input_errors("read", file.path):
+            try:
+                with fs.open(file.path, "rb") as handle:
+                    metadata = pq.ParquetFile(handle).metadata
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{file.path} is not a Parquet file: {error}.", path=file.path) from error
+        sizes, rows = [], []
+        for index in range(metadata.num_row_groups):
+            group = metadata.row_group(index)
+            columns = (group.column(c) for c in range(group.num_columns))
+            wanted = [c for c in columns if not self.columns or c.path_in_schema.partition(".")[0] in self.columns]
+            sizes.append(sum(c.total_compressed_size for c in wanted))
+            rows.append(group.num_rows)
+        parts, start = [], 0
+        for first in range(0, len(rows), self.row_groups_per_unit):
+            last = first + self.row_groups_per_unit
+            stop = start + sum(rows[first:last])
+            parts.append(Part(file.path, start, stop, "rows", sum(sizes[first:last]), file.size_bytes, file.version))
+            start = stop
+        # A file without rows still gives one unit, so that its schema reaches the output.
+        return parts or [Part(file.path, 0, 0, "rows", 0, file.size_bytes, file.version)]
+
+
+# -- listing --------------------------------------------------------------------------------
+
+
+def open_filesystem(path: str, filesystem: Any = None, storage_options: Mapping[str, Any] | None = None) -> Any:
+    """The fsspec filesystem for ``path``; ``filesystem`` itself where given."""
+    if filesystem is not None:
+        return filesystem
+    import fsspec
+
+    return fsspec.core.url_to_fs(path, **(storage_options or {}))[0]
+
+
+@contextmanager
+def input_errors(operation: str, path: str) -> Iterator[None]:
+    """Turns what a file system raises into the project's errors.
+
+    Raises:
+        DataError: The file does not exist.
+        StoreError: Anything else that went wrong between here and the file.
+    """
+    try:
+        yield
+    except TpupipeError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"The input {path} does not exist (any more).", path=path) from error
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _REMOTE_LIBRARIES:
+            raise
+        denied = isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403)
+        kind = StoreDeniedError if denied else StoreError
+        raise kind(f"Could not {operation} the input {path}: {error}", operation=operation, uri=path) from error
+
+
+def list_files(
+    patterns: Sequence[str], filesystem: Any = None, storage_options: Mapping[str, Any] | None = None
+) -> list[InputFile]:
+    """The files the patterns match, each once, sorted by path.
+
+    Raises:
+        DataError: A pattern matches nothing.
+        StoreError: Listing failed.
+    """
+    found: dict[str, InputFile] = {}
+    for pattern in patterns:
+        fs = open_filesystem(pattern, filesystem, storage_options)
+        with input_errors("list", pattern):
+            matches = _match(fs, pattern)
+        if not matches:
+            raise DataError(
+                f"The input pattern {pattern!r} matches no file.",
+                hint="Give a glob, a folder or a file; names that begin with a dot are skipped.",
+                pattern=pattern,
+            )
+        found.update((file.path, file) for file in matches)
+    return [found[path] for path in sorted(found)]
+
+
+def _match(fs: Any, pattern: str) -> list[InputFile]:
+    import fsspec
+
+    root = str(fsspec.core.strip_protocol(pattern))
+    magic = _MAGIC.search(root)
+    fixed = root[: magic.start()].rpartition("/")[0] if magic else root
+    try:
+        infos = fs.glob(root, detail=True) if magic else fs.find(root, detail=True)
+    except FileNotFoundError:  # a missing bucket or folder matches nothing, which the caller reports
+        return []
+    with_hidden = "/." in root[len(fixed) :]
+    files = []
+    for path, info in infos.items():
+        is_file = info["type"] == "file" and not path.endswith("/")
+        if is_file and (with_hidden or "/." not in path[len(fixed) :]):
+            files.append(_input_file(fs, path, info))
+    return files
+
+
+def _input_file(fs: Any, path: str, info: Mapping[str, Any]) -> InputFile:
+    protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+    if protocol in ("file", "local"):
+        return InputFile(path, int(info["size"]), str(Path(path).stat().st_mtime_ns))
+    version = next((str(info[key]) for key in ("generation", "etag", "ETag", "mtime", "updated") if info.get(key)), "")
+    return InputFile(str(fs.unstrip_protocol(path)), int(info["size"]), version)
+
+
+def _pack(files: Sequence[InputFile], unit_bytes: int, splittable: bool) -> list[list[Part]]:
+    groups: list[list[Part]] = []
+    current: list[Part] = []
+    cost = 0
+    for file in files:
+        cuttable = splittable and not file.path.endswith(COMPRESSED)
+        pieces = -(-file.size_bytes // unit_bytes) if cuttable else 1
+        if pieces > 1:
+            if current:
+                groups.append(current)
+                current, cost = [], 0
+            bounds = [file.size_bytes * i // pieces for i in range(pieces + 1)]
+            groups.extend([_part(file, "bytes", a, b)] for a, b in pairwise(bounds))
+            continue
+        file_cost = max(file.size_bytes, _MIN_FILE_COST)
+        if current and cost + file_cost > unit_bytes:
+            groups.append(current)
+            current, cost = [], 0
+        current.append(_part(file, "bytes" if cuttable else "file", 0, file.size_bytes))
+        cost += file_cost
+    if current:
+        groups.append(current)
+    return groups
+
+
+def _part(file: InputFile, kind: PartKind, start: int, stop: int) -> Part:
+    return Part(file.path, start, stop, kind, stop - start, file.size_bytes, file.version)
+
+
+# -- small checks ---------------------------------------------------------------------------
+
+
+def _hash(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size).hexdigest()
+
+
+def _patterns(kind: str, pattern: Any) -> tuple[str, ...]:
+    items: Any = [pattern] if isinstance(pattern, (str, os.PathLike)) else pattern
+    if not isinstance(items, (list, tuple)) or not items:
+        raise JobError(f"{kind}({pattern!r}): the pattern must be a glob, a folder or a non-empty list of those.")
+    result = []
+    for item in items:
+        if not isinstance(item, (str, os.PathLike)) or not os.fspath(item):
+            raise JobError(f"{kind}({pattern!r}): {item!r} is not a glob or a folder.")
+        result.append(str(os.fspath(item)))
+    return tuple(result)
+
+
+def _positive(kind: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise JobError(f"{kind}({name}={value!r}) must be a whole number of at least 1.")
+    return value

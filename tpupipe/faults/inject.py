@@ -1,0 +1,67 @@
+"""Carries faults out in the process that passes a point."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tpupipe.errors import TpupipeError
+from tpupipe.faults.plan import Action, Fault
+from tpupipe.faults.points import arm
+
+
+class InjectedError(TpupipeError, RuntimeError):
+    """Raised by the ``raise`` action."""
+
+
+class Injection:
+    """The faults of one process.
+
+    Args:
+        faults: All faults of the run.
+        identity: Facts of this process (``rank``, ``stage``), added to those of each point.
+        claim: ``claim(position, facts) -> bool``: whether the fault at that position may fire once more; counted in
+            one place for the whole run, so a restarted worker is not killed again at the same step.
+        kill_driver: How this process has the driver killed.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        *,
+        identity: Mapping[str, Any],
+        claim: Callable[[int, Mapping[str, Any]], bool],
+        kill_driver: Callable[[], None],
+    ) -> None:
+        self._faults = tuple(faults)
+        self._identity = dict(identity)
+        self._claim = claim
+        self._kill_driver = kill_driver
+
+    def arm(self) -> None:
+        """Makes this process's fault points call it; leaves them inert where there are no faults."""
+        arm(self if self._faults else None)
+
+    def __call__(self, name: str, facts: Mapping[str, Any]) -> None:
+        known = {**self._identity, **facts}
+        for position, fault in enumerate(self._faults):
+            if fault.matches(name, known) and self._claim(position, known):
+                self._fire(fault)
+
+    def _fire(self, fault: Fault) -> None:
+        match fault.action:
+            case Action.KILL_WORKER:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Action.KILL_DRIVER:
+                self._kill_driver()
+                threading.Event().wait()  # the driver's end ends this process
+            case Action.RAISE:
+                raise InjectedError(f"Injected by fault {fault.text!r}.")
+            case Action.HANG:
+                threading.Event().wait()
+            case Action.SLOW:
+                time.sleep(fault.seconds)

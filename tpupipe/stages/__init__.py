@@ -1,0 +1,1 @@
+"""Each stage kind turns one declaration into Ray calls."""

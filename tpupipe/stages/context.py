@@ -1,0 +1,264 @@
+"""The stage context: what a training process has to restore, feed, save and report.
+
+The declarative ``Train`` stage is written on it. A team with its own loop uses the same parts by hand.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpupipe.checkpoint.commit import Commit
+from tpupipe.checkpoint.policy import SavePolicy
+from tpupipe.checkpoint.restore import restore
+from tpupipe.checkpoint.saver import Saver, SaveTarget
+from tpupipe.data.chunks import ChunkReader, Manifest
+from tpupipe.data.stream import Stream, add_digests, digest
+from tpupipe.errors import DataError
+from tpupipe.ledger.events import event
+from tpupipe.stages.coordinator import CoordinatorHandle, Decision
+from tpupipe.stages.sharding import RowRange, global_array, row_range
+
+PREFETCH_BATCHES = 3
+MASK = "mask"
+
+
+@dataclass(frozen=True)
+class Restorable:
+    """The checkpoint a start of the workers begins from: its folder in the store and its record."""
+
+    folder: str
+    commit: Commit
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """One global batch on the devices.
+
+    Args:
+        step: Its number; the state after the update has done ``step + 1`` steps.
+        arrays: Column to ``jax.Array[B, ...]``, sharded over rows, and ``mask``: ``bool[B]``.
+        digest: Sample digest of the rows this process accounts for.
+    """
+
+    step: int
+    arrays: dict[str, Any]
+    digest: int
+
+
+class StageContext:
+    """One training process's hands.
+
+    Args:
+        target: Where checkpoints go.
+        policy: When they are saved.
+        manifest: The prepared data.
+        stream: The order of its rows.
+        batch_size: Rows of a global batch.
+        sharding: ``NamedSharding`` of the batch's rows.
+        coordinator: Where to confer and report.
+        start: The checkpoint to begin from, if any.
+        preemption: ``() -> (preempted, notice_s)``; asked by all processes at the same steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: SaveTarget,
+        policy: SavePolicy,
+        manifest: Manifest,
+        stream: Stream,
+        batch_size: int,
+        sharding: Any,
+        coordinator: CoordinatorHandle,
+        start: Restorable | None,
+        preemption: Callable[[], tuple[bool, float | None]],
+    ) -> None:
+        import jax
+
+        self.rank = jax.process_index()
+        self.world = jax.process_count()
+        self.first_step = start.commit.step if start else 0
+        self.last_step = stream.steps
+        self.digest_part = start.commit.sample_digest if start and self.rank == 0 else 0
+        self._target = target
+        self._policy = policy
+        self._stream = stream
+        self._batch_size = batch_size
+        self._sharding = sharding
+        self._coordinator = coordinator
+        self._start = start
+        self._preemption = preemption
+        self._rows: RowRange = row_range(sharding, batch_size)
+        self._reader = ChunkReader(target.store, target.paths, manifest)
+        self._columns = _checked_columns(manifest)
+        self._confer_at = self.first_step + 1
+        self._conferred = (self.first_step, time.monotonic())
+        self._saver = Saver(
+            target,
+            primary=self.rank == 0,
+            combine=lambda step: coordinator.digest(step, self.world, target.timeout_s),
+            on_commit=self._committed,
+        )
+
+    # -- restoring and saving ------------------------------------------------------------------
+
+    def restore(self, abstract: Any) -> Any | None:
+        """The state to begin from, placed as ``abstract``'s shardings say; ``None`` for a fresh start.
+
+        Raises:
+            CheckpointMismatchError, CheckpointError: It is another tree, or cannot be read.
+        """
+        if self._start is None:
+            return None
+        return restore(self._target.store, self._start.folder, self._start.commit, abstract)
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> float:
+        """Begins a save of the state after ``step`` steps; all processes call it at the same step.
+
+        Returns:
+            Seconds the loop was held up.
+
+        Raises:
+            CheckpointSaveError: This or an earlier save failed.
+        """
+        self._coordinator.add_digest(self._target.restart, step, self.rank, self.digest_part)
+        blocked_s = self._saver.save(step, state, metrics)
+        if self.rank == 0:
+            self.report(event("save", step=step, blocked_s=blocked_s))
+        return blocked_s
+
+    def check(self) -> None:
+        """Raises what a background save failed with."""
+        self._saver.check()
+
+    def finish(self) -> float:
+        """Waits for the save under way; gives the seconds waited.
+
+        Raises:
+            CheckpointSaveError: It failed.
+        """
+        began = time.monotonic()
+        self._saver.close()
+        return time.monotonic() - began
+
+    @property
+    def saved_step(self) -> int:
+        """The newest step of which a save was begun, in this start of the workers."""
+        return self._saver.last_step
+
+    def _committed(self, commit: Commit, seconds: float) -> None:
+        self.report(
+            event(
+                "checkpoint", step=commit.step, seconds=seconds, size_bytes=commit.size_bytes, objects=len(commit.objects)
+            )
+        )
+
+    # -- conferring ----------------------------------------------------------------------------
+
+    def due(self, step: int) -> Decision:
+        """What to do after ``step`` steps. All processes get the same answer at the same step."""
+        by_count = self._policy.due_at_step(step, self.last_step)
+        if step < self._confer_at or step == self.last_step:
+            return Decision(by_count, False, self._confer_at)
+        before, when = self._conferred
+        now = time.monotonic()
+        preempted, notice_s = self._preemption()
+        decision = self._coordinator.decide(
+            self._target.restart, step, (now - when) / max(1, step - before), self._policy, preempted, notice_s
+        )
+        self._conferred = (step, now)
+        self._confer_at = decision.next_step
+        return Decision(decision.save or by_count, decision.stop, decision.next_step, decision.reason)
+
+    def report(self, *records: Mapping[str, Any]) -> None:
+        """Hands events to the driver."""
+        self._coordinator.report(*({"rank": self.rank, **record} for record in records))
+
+    # -- feeding -------------------------------------------------------------------------------
+
+    def abstract_batch(self) -> dict[str, Any]:
+        """Shapes, dtypes and placement of every batch, for compiling ahead of the data."""
+        import jax
+        import numpy as np
+
+        def shape(values: Any) -> Any:
+            return jax.ShapeDtypeStruct(
+                (self._batch_size, *values.shape[1:]),
+                jax.dtypes.canonicalize_dtype(values.dtype),
+                sharding=self._sharding,
+            )
+
+        columns = {name: shape(values) for name, values in self._columns.items()}
+        return {**columns, MASK: shape(np.empty((0,), bool))}
+
+    def batches(self) -> Iterator[FedBatch]:
+        """Global batches from the restored position to the end, read ahead in the background."""
+        ready: queue.Queue[FedBatch | BaseException | None] = queue.Queue(PREFETCH_BATCHES)
+        done = threading.Event()
+
+        def put(item: FedBatch | BaseException | None) -> bool:
+            while not done.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+                return True
+            return False
+
+        def produce() -> None:
+            try:
+                for step in range(self.first_step, self.last_step):
+                    if not put(self._feed(step)):
+                        return
+                put(None)
+            except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
+                put(error)
+
+        thread = threading.Thread(target=produce, name="batches", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            done.set()
+            thread.join()
+
+    def _feed(self, step: int) -> FedBatch:
+        rows = self._rows
+        index = self._stream.batch(step, rows.start, rows.stop)
+        columns = {**self._reader.rows(index.chunk, index.row), MASK: index.mask}
+        own = slice(rows.own_start - rows.start, rows.own_stop - rows.start)
+        return FedBatch(
+            step,
+            {
+                name: global_array(self._sharding, self._batch_size, rows.start, values)
+                for name, values in columns.items()
+            },
+            digest(step, index.position[own], index.sample_id[own], index.mask[own]),
+        )
+
+    def fed(self, batch: FedBatch) -> None:
+        """Counts a batch as fed: call it once per update."""
+        self.digest_part = add_digests(self.digest_part, batch.digest)
+
+
+def _checked_columns(manifest: Manifest) -> dict[str, Any]:
+    columns = manifest.empty_batch()
+    for name, values in columns.items():
+        if name == MASK:
+            raise DataError(f"Stage {manifest.stage!r} has a column {MASK!r}, which every batch gets anyway.")
+        if values.dtype.kind not in "biufc" and "float" not in values.dtype.name:
+            raise DataError(
+                f"Column {name!r} of stage {manifest.stage!r} is {values.dtype}; training needs rectangular numbers.",
+                hint="Let the stage's map pad or pack it, or drop it.",
+                stage=manifest.stage,
+                column=name,
+            )
+    return columns

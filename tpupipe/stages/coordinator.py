@@ -1,0 +1,265 @@
+"""One small actor per run: workers report to it and confer through it, the driver reads it.
+
+It has no CPU and no chips, lives beside the driver, and decides nothing that is not a pure function of what it was
+told, so its loss is the loss of the driver's own node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tpupipe.checkpoint.policy import SavePolicy
+from tpupipe.data.stream import add_digests
+from tpupipe.errors import StageError
+from tpupipe.ledger.events import event
+
+CONFER_EVERY_S = 1.0
+CALL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all processes of a training group do at one step, agreed on by the first that asks.
+
+    Args:
+        save: Save the state now.
+        stop: End the loop after that.
+        next_step: The step at which to confer again.
+        reason: Why ``stop``, for the log.
+    """
+
+    save: bool
+    stop: bool
+    next_step: int
+    reason: str = ""
+
+
+def decide(
+    policy: SavePolicy,
+    *,
+    step: int,
+    seconds_per_step: float,
+    since_save_s: float,
+    stop_reason: str,
+    preemption_notice_s: float | None,
+    preempted: bool,
+) -> Decision:
+    """The decision at a conference; pure.
+
+    Args:
+        policy: When the stage saves.
+        step: Steps done.
+        seconds_per_step: As measured lately by the first that asks.
+        since_save_s: Seconds since the last save began (or since the start).
+        stop_reason: Why the driver wants the run to end, or empty.
+        preemption_notice_s: Seconds until a host goes away, if known.
+        preempted: Whether a host will go away.
+    """
+    ahead = max(1, int(CONFER_EVERY_S / max(seconds_per_step, 1e-6)))
+    if preempted:
+        reason = "a host is about to be preempted"
+        return Decision(policy.due_on_preemption(preemption_notice_s), True, step + ahead, reason)
+    if stop_reason:
+        return Decision(True, True, step + ahead, stop_reason)
+    return Decision(policy.due_by_time(since_save_s), False, step + ahead)
+
+
+class _Coordinator:
+    """The actor. Its methods are called from many processes; none of them blocks for long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: list[dict[str, Any]] = []
+        self._fired: dict[int, int] = {}
+        self._stop_reason = ""
+        self._kill_driver = False
+        self._reset_group(0)
+
+    def _reset_group(self, restart: int) -> None:
+        self._restart = restart
+        self._decisions: dict[int, Decision] = {}
+        self._parts: dict[int, dict[int, int]] = {}
+        self._saved_at = time.monotonic()
+        self._first_address = ""
+
+    def set_first_address(self, restart: int, address: str) -> None:
+        with self._lock:
+            if restart == self._restart:
+                self._first_address = address
+
+    def first_address(self, restart: int) -> str:
+        with self._lock:
+            return self._first_address if restart == self._restart else ""
+
+    def report(self, records: list[dict[str, Any]]) -> None:
+        with self._lock:
+            self._records.extend(records)
+
+    def drain(self) -> tuple[list[dict[str, Any]], bool]:
+        with self._lock:
+            records, self._records = self._records, []
+            return records, self._kill_driver
+
+    def request_stop(self, reason: str) -> None:
+        with self._lock:
+            self._stop_reason = reason
+
+    def request_driver_kill(self) -> None:
+        with self._lock:
+            self._kill_driver = True
+
+    def claim_fault(self, position: int, times: int, facts: dict[str, Any]) -> bool:
+        with self._lock:
+            fired = self._fired.get(position, 0)
+            if fired >= times:
+                return False
+            self._fired[position] = fired + 1
+            self._records.append(event("fault", position=position, **{k: str(v) for k, v in facts.items()}))
+            return True
+
+    def new_group(self, restart: int) -> None:
+        with self._lock:
+            self._reset_group(restart)
+
+    def decide(
+        self,
+        restart: int,
+        step: int,
+        seconds_per_step: float,
+        policy: SavePolicy,
+        preempted: bool,
+        notice_s: float | None,
+    ) -> Decision:
+        with self._lock:
+            if restart != self._restart:
+                raise StageError(f"Start {restart} of the workers is over; start {self._restart} is at work.")
+            if step not in self._decisions:
+                decision = decide(
+                    policy,
+                    step=step,
+                    seconds_per_step=seconds_per_step,
+                    since_save_s=time.monotonic() - self._saved_at,
+                    stop_reason=self._stop_reason,
+                    preemption_notice_s=notice_s,
+                    preempted=preempted,
+                )
+                if decision.save:
+                    self._saved_at = time.monotonic()
+                self._decisions = {step: decision}  # all have passed the earlier ones, or they could not be here
+            return self._decisions[step]
+
+    def add_digest(self, restart: int, step: int, rank: int, part: int) -> None:
+        with self._lock:
+            if restart == self._restart:
+                self._parts.setdefault(step, {})[rank] = part
+
+    def digest(self, step: int, world: int) -> int | None:
+        with self._lock:
+            parts = self._parts.get(step, {})
+            if len(parts) < world:
+                return None
+            self._parts = {s: p for s, p in self._parts.items() if s >= step}
+            return add_digests(*parts.values())
+
+
+class CoordinatorHandle:
+    """Typed, bounded calls to the coordinator; picklable, so workers get one too."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    @classmethod
+    def create(cls) -> CoordinatorHandle:
+        """Starts the actor on the driver's own node."""
+        here = ray.get_runtime_context().get_node_id()
+        actor = (
+            ray.remote(_Coordinator)
+            .options(  # type: ignore[attr-defined]
+                num_cpus=0,
+                max_concurrency=16,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+            )
+            .remote()
+        )
+        return cls(actor)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self._actor, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+
+    def report(self, *records: Mapping[str, Any]) -> None:
+        """Hands events to the driver; does not wait."""
+        self._actor.report.remote([dict(record) for record in records])
+
+    def drain(self) -> list[dict[str, Any]]:
+        """The driver's side of ``report``. Carries out a requested kill of the driver."""
+        records, kill = self._call("drain")
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return list(records)
+
+    def request_stop(self, reason: str) -> None:
+        """Asks training groups to save and end at their next conference."""
+        self._call("request_stop", reason)
+
+    def request_driver_kill(self) -> None:
+        """Has the driver kill itself at its next ``drain`` (a fault)."""
+        self._call("request_driver_kill")
+
+    def claim_fault(self, position: int, times: int, facts: Mapping[str, Any]) -> bool:
+        """Whether a fault may fire once more; counted over all processes and restarts."""
+        return bool(self._call("claim_fault", position, times, dict(facts)))
+
+    def new_group(self, restart: int) -> None:
+        """Forgets what an earlier start of the workers had agreed on."""
+        self._call("new_group", restart)
+
+    def decide(
+        self, restart: int, step: int, seconds_per_step: float, policy: SavePolicy, preempted: bool, notice_s: float | None
+    ) -> Decision:
+        """The decision of all processes at ``step``; the first that asks makes it."""
+        decision: Decision = self._call("decide", restart, step, seconds_per_step, policy, preempted, notice_s)
+        return decision
+
+    def add_digest(self, restart: int, step: int, rank: int, part: int) -> None:
+        """One process's part of the sample digest at ``step``."""
+        self._call("add_digest", restart, step, rank, part)
+
+    def digest(self, step: int, world: int, timeout_s: float) -> int:
+        """The sum of all processes' parts, waiting for those that are missing.
+
+        Raises:
+            StageError: Not all came in time.
+        """
+        waited_for = f"all {world} processes to say what they were fed up to step {step}"
+        return int(self._until(lambda: self._call("digest", step, world), lambda total: total is not None, waited_for, timeout_s))
+
+    def set_first_address(self, restart: int, address: str) -> None:
+        """Where slice coordination listens: the host of process 0."""
+        self._call("set_first_address", restart, address)
+
+    def first_address(self, restart: int) -> str:
+        """What process 0 said; waits for it.
+
+        Raises:
+            StageError: It did not say in time.
+        """
+        return str(self._until(lambda: self._call("first_address", restart), bool, "the address of process 0", CALL_TIMEOUT_S))
+
+    @staticmethod
+    def _until(ask: Callable[[], Any], enough: Callable[[Any], bool], what: str, timeout_s: float) -> Any:
+        ends = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while not enough(answer := ask()):
+            if time.monotonic() > ends:
+                raise StageError(f"Waited {timeout_s:.0f} s in vain for {what}.")
+            pause.wait(0.01)
+        return answer

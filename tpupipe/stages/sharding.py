@@ -1,0 +1,154 @@
+"""Meshes, placements and which rows of a global batch this process feeds. Import inside workers only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpupipe.errors import JobError
+
+
+def mesh_shape(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
+    """Fills in the one -1.
+
+    Args:
+        mesh: Axis name to size.
+        devices: Devices to cover.
+
+    Example:
+        >>> mesh_shape({"data": -1, "model": 2}, 8)
+        {'data': 4, 'model': 2}
+
+    Raises:
+        JobError: The axes do not multiply to the devices.
+    """
+    known = math.prod(size for size in mesh.values() if size != -1)
+    rest = devices // known if known and devices % known == 0 else 0
+    shape = {axis: rest if size == -1 else size for axis, size in mesh.items()}
+    if math.prod(shape.values()) != devices or devices < 1:
+        raise JobError(
+            f"mesh {dict(mesh)} does not cover {devices} devices.",
+            hint="The sizes must multiply to the number of devices; -1 takes what is left.",
+            mesh=dict(mesh),
+            devices=devices,
+        )
+    return shape
+
+
+def check_batch(batch_size: int, mesh: Mapping[str, int], batch_axes: Sequence[str]) -> None:
+    """Checks that the rows of a batch divide over the mesh.
+
+    Raises:
+        JobError: They do not.
+    """
+    ways = math.prod(mesh[axis] for axis in batch_axes)
+    if batch_size % ways:
+        raise JobError(
+            f"batch_size={batch_size} does not divide over {ways} devices (axes {', '.join(batch_axes)}).",
+            hint=f"Use a multiple of {ways}: {batch_size - batch_size % ways or ways} or {batch_size + ways - batch_size % ways}.",
+            batch_size=batch_size,
+        )
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[Any]) -> Any:
+    """A mesh with automatic axes over ``devices``, in their order."""
+    import numpy as np
+    from jax.sharding import Mesh
+
+    return Mesh(np.array(devices).reshape(tuple(shape.values())), tuple(shape))
+
+
+def state_shardings(
+    abstract: Any,
+    mesh: Any,
+    rule: str | Callable[[str, tuple[int, ...], Any], Any],
+    batch_axes: Sequence[str],
+) -> Any:
+    """A sharding for every leaf of the state.
+
+    Args:
+        abstract: Tree of shapes.
+        mesh: The mesh.
+        rule: ``"replicated"``, ``"fsdp"`` or ``fn(path, shape, mesh) -> PartitionSpec``.
+        batch_axes: What ``"fsdp"`` splits over.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    ways = math.prod(mesh.shape[axis] for axis in batch_axes)
+
+    def fsdp(shape: tuple[int, ...]) -> Any:
+        fitting = [d for d in sorted(range(len(shape)), key=lambda d: -shape[d]) if shape[d] and shape[d] % ways == 0]
+        spec = [tuple(batch_axes) if d == fitting[0] else None for d in range(len(shape))] if fitting else []
+        return PartitionSpec(*spec)
+
+    def sharding(path: Any, leaf: Any) -> Any:
+        if callable(rule):
+            spec = rule(jax.tree_util.keystr(path), tuple(leaf.shape), mesh)
+        else:
+            spec = fsdp(tuple(leaf.shape)) if rule == "fsdp" else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(sharding, abstract)
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of the global batch of one process.
+
+    Args:
+        start, stop: The rows its devices hold.
+        own_start, own_stop: Those of them that it accounts for, so that a row held by several processes counts once.
+    """
+
+    start: int
+    stop: int
+    own_start: int
+    own_stop: int
+
+
+def row_range(sharding: Any, batch_size: int) -> RowRange:
+    """Which rows this process feeds.
+
+    Raises:
+        JobError: They are not one contiguous block (a mesh that interleaves hosts).
+    """
+    import jax
+
+    blocks: dict[tuple[int, int], int] = {}  # rows -> the lowest process that holds them
+    mine = set()
+    for device, index in sharding.devices_indices_map((batch_size,)).items():
+        start, stop, _ = index[0].indices(batch_size)
+        block = (start, stop)
+        blocks[block] = min(blocks.get(block, device.process_index), device.process_index)
+        if device.process_index == jax.process_index():
+            mine.add(block)
+    start, stop = _join(sorted(mine))
+    own = [block for block in mine if blocks[block] == jax.process_index()]
+    own_start, own_stop = _join(sorted(own)) if own else (start, start)
+    return RowRange(start, stop, own_start, own_stop)
+
+
+def _join(blocks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    for (_, end), (begin, _) in zip(blocks, blocks[1:], strict=False):
+        if end != begin:
+            raise JobError(
+                f"The mesh gives one host the rows {list(blocks)} of a batch, which is not one block.",
+                hint="Put the batch axes first in the mesh.",
+            )
+    return blocks[0][0], blocks[-1][1]
+
+
+def global_array(sharding: Any, batch_size: int, first_row: int, rows: Any) -> Any:
+    """A sharded global array ``[batch_size, ...]`` from this process's rows (``first_row`` on)."""
+    import jax
+
+    rows = rows.astype(jax.dtypes.canonicalize_dtype(rows.dtype), copy=False)  # int64 is int32 to JAX by default
+
+    def part(index: Any) -> Any:
+        start, stop, _ = index[0].indices(batch_size)
+        return rows[(slice(start - first_row, stop - first_row), *index[1:])]
+
+    return jax.make_array_from_callback((batch_size, *rows.shape[1:]), sharding, part)

@@ -1,0 +1,278 @@
+"""What runs in each training process: restore, compile, step, confer, save."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpupipe.checkpoint.policy import SavePolicy
+from tpupipe.checkpoint.saver import SaveTarget
+from tpupipe.checkpoint.tree import params_digest
+from tpupipe.data.stream import Stream
+from tpupipe.errors import JobError, StageError, TpupipeError, UserCodeError
+from tpupipe.faults.plan import Fault
+from tpupipe.faults.points import point
+from tpupipe.job import Train
+from tpupipe.ledger.events import event
+from tpupipe.stages.base import arm_worker
+from tpupipe.stages.context import FedBatch, Restorable, StageContext
+from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, state_shardings
+from tpupipe.stages.units import read_manifest, require_rows
+
+RUN_AHEAD_STEPS = 2
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """All that one start of the workers needs. Sent to every process.
+
+    Args:
+        stage: The declaration, overrides applied.
+        target: Where checkpoints go.
+        policy: When they are saved.
+        start: The checkpoint to begin from, if any.
+        stream_options: Keyword arguments of ``Stream`` beside the chunks.
+        devices: Devices there must be over all processes.
+        hosts_per_slice: For several slices: processes of one.
+        slices: Number of slices.
+        coordinator: Where to confer and report.
+        faults: Faults to inject.
+        log_every_s: Seconds between metrics.
+        started_s: When the driver began this start, seconds since 1970.
+    """
+
+    stage: Train
+    target: SaveTarget
+    policy: SavePolicy
+    start: Restorable | None
+    stream_options: Mapping[str, Any]
+    devices: int
+    hosts_per_slice: int
+    slices: int
+    coordinator: CoordinatorHandle
+    faults: tuple[Fault, ...]
+    log_every_s: float
+    started_s: float
+
+
+def train_worker(plan: TrainPlan) -> None:
+    """Entry point of each Ray Train worker. Reports how it ended, then returns or raises."""
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    try:
+        _set_slice_environment(plan, rank, ray.train.get_context().get_world_size())
+        arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
+        _train(plan)
+    except Exception as error:
+        known = error if isinstance(error, TpupipeError) else None
+        plan.coordinator.report(
+            event(
+                "worker_error",
+                rank=rank,
+                error=known,
+                what=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(limit=-12),
+            )
+        )
+        raise
+
+
+def _set_slice_environment(plan: TrainPlan, rank: int, world: int) -> None:
+    """Sets ``MEGASCALE_*`` for this group before JAX first touches a device, whatever the host came with."""
+    from ray.util.tpu import get_tpu_coordinator_env_vars
+
+    stale = [name for name in os.environ if name.startswith("MEGASCALE_")]
+    for name in stale:
+        del os.environ[name]
+    if plan.slices > 1:
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        if rank:
+            address = plan.coordinator.first_address(plan.target.restart)
+        else:
+            plan.coordinator.set_first_address(plan.target.restart, address)
+        os.environ.update(get_tpu_coordinator_env_vars(address, plan.slices, rank // plan.hosts_per_slice))
+
+
+def _preemption() -> tuple[bool, float | None]:
+    import ray.train
+
+    info = ray.train.get_preemption_info()
+    if info is None:
+        return False, None
+    return True, None if info.deadline_ms is None else info.deadline_ms / 1000 - time.time()
+
+
+def _train(plan: TrainPlan) -> None:
+    import jax
+
+    stage = plan.stage
+    _use_compile_cache(plan)
+    if jax.device_count() != plan.devices:
+        raise JobError(
+            f"JAX sees {jax.device_count()} devices, {plan.devices} are reserved.",
+            hint="JAX was touched before the processes were joined: do not call jax.devices(), jax.random or any "
+            "computation when the job's module is imported; do it inside init, step or apply.",
+            devices=jax.device_count(),
+            expected=plan.devices,
+        )
+    shape = mesh_shape(stage.mesh, jax.device_count())
+    check_batch(stage.batch_size, shape, stage.batch_axes)
+    mesh = make_mesh(shape, jax.devices())
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(stage.batch_axes))
+
+    manifest = read_manifest(plan.target.store, plan.target.paths, stage.data)
+    if manifest is None:
+        raise StageError(f"Stage {stage.data!r}, which {stage.name!r} reads, is not complete.", stage=stage.name)
+    require_rows(stage.data, manifest)
+    context = StageContext(
+        target=plan.target,
+        policy=plan.policy,
+        manifest=manifest,
+        stream=Stream(manifest.chunk_rows, **plan.stream_options),
+        batch_size=stage.batch_size,
+        sharding=rows,
+        coordinator=plan.coordinator,
+        start=plan.start,
+        preemption=_preemption,
+    )
+    began = time.monotonic()
+    report = context.report if context.rank == 0 else _ignore
+    report(event("starting", seconds=time.time() - plan.started_s))
+
+    key = jax.random.key(stage.seed)
+    abstract = _abstract_state(stage, key, mesh)
+    state = context.restore(abstract)
+    if state is None:
+        state = _user(stage, "init", lambda: jax.jit(stage.init, out_shardings=_shardings(abstract))(key))
+    else:
+        report(event("restored", step=context.first_step, seconds=time.monotonic() - began))
+    compiling = time.monotonic()
+    step = _user(stage, "step", lambda: _compile(stage, abstract, context.abstract_batch(), replicated))
+    report(event("compiling", seconds=time.monotonic() - compiling, init_seconds=compiling - began))
+    _loop(plan, context, state, step, report)
+
+
+def _ignore(*records: Mapping[str, Any]) -> None:
+    return None
+
+
+def _use_compile_cache(plan: TrainPlan) -> None:
+    import jax
+
+    store = plan.target.store
+    jax.config.update("jax_compilation_cache_dir", store.uri(plan.target.paths.compile_cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _abstract_state(stage: Train, key: Any, mesh: Any) -> Any:
+    import jax
+
+    shapes = _user(stage, "init", lambda: jax.eval_shape(stage.init, key))
+    shardings = state_shardings(shapes, mesh, stage.sharding, stage.batch_axes)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+
+
+def _shardings(abstract: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _compile(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Any:
+    import jax
+
+    out = jax.eval_shape(stage.step, abstract, batch)
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Mapping):
+        raise UserCodeError(
+            f"step of stage {stage.name!r} must return (state, metrics): a state like the one it got, and a mapping "
+            "of scalars.",
+            stage=stage.name,
+        )
+    vectors = [name for name, value in out[1].items() if value.shape != ()]
+    if vectors:
+        raise UserCodeError(
+            f"step of stage {stage.name!r}: metrics {', '.join(vectors)} are not scalars.",
+            hint="Reduce them in step, for example with jnp.mean.",
+            stage=stage.name,
+        )
+    jitted = jax.jit(stage.step, donate_argnums=0, out_shardings=(_shardings(abstract), replicated))
+    return jitted.lower(abstract, batch).compile()
+
+
+def _user(stage: Train, name: str, call: Any) -> Any:
+    """Runs the job's function (traced or whole); what it raises becomes a ``UserCodeError``."""
+    try:
+        return call()
+    except TpupipeError:
+        raise
+    except Exception as error:
+        lines = traceback.format_exc(limit=-4)
+        raise UserCodeError(
+            f"{name} of stage {stage.name!r} raised {type(error).__name__}: {error}\n{lines}", stage=stage.name
+        ) from error
+
+
+def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any, report: Any) -> None:
+    import jax
+
+    stage = plan.stage
+    metrics: Mapping[str, Any] = plan.start.commit.metrics if plan.start else {}
+    last_fetched = dict(metrics)
+    done = context.first_step
+    stopped = ""
+    unfinished: list[Any] = []
+    saving_s = 0.0
+    began = told = time.monotonic()
+    told_step = done
+    for batch in context.batches():
+        point("train.step", step=batch.step)
+        state, metrics = _update(step_function, state, batch)
+        done = batch.step + 1
+        context.fed(batch)
+        point("train.updated", step=batch.step)
+        # The host may run ahead of the devices, but not far: every queued step holds its batch.
+        unfinished.append(metrics)
+        if len(unfinished) > RUN_AHEAD_STEPS:
+            jax.block_until_ready(unfinished.pop(0))
+        context.check()
+        decision = context.due(done)
+        if decision.save:
+            last_fetched = _fetch(metrics)
+            saving_s += context.save(done, state, last_fetched)
+        now = time.monotonic()
+        if now - told >= plan.log_every_s or done == context.last_step or done == context.first_step + 1:
+            if not decision.save:
+                last_fetched = _fetch(metrics)
+            rate = (done - told_step) * stage.batch_size / max(now - told, 1e-9)
+            report(event("metrics", step=done, of=context.last_step, metrics=last_fetched, rows_per_s=rate))
+            told, told_step = now, done
+        if decision.stop:
+            stopped = decision.reason
+            break
+    saving_s += context.finish()
+    report(event("working", seconds=time.monotonic() - began - saving_s, saving_s=saving_s))
+    if stopped:
+        report(event("stopped", step=done, reason=stopped, saved=context.saved_step == done))
+        return
+    digest = params_digest(stage.params(state))
+    report(event("trained", step=done, params_digest=digest, metrics=dict(last_fetched)))
+
+
+def _update(step_function: Any, state: Any, batch: FedBatch) -> Any:
+    return step_function(state, batch.arrays)
+
+
+def _fetch(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

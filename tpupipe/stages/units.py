@@ -1,0 +1,246 @@
+"""Units: which are pending, how one is committed, and the manifest that ends a stage. Shared by preprocess and infer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpupipe.data.chunks import (
+    Manifest,
+    ManifestUnit,
+    UnitFooter,
+    decode_footer,
+    decode_schema,
+    encode_unit,
+    merge_schemas,
+    object_file,
+)
+from tpupipe.data.sample import sample_units
+from tpupipe.data.sources import Source, Unit, fingerprint_units
+from tpupipe.errors import DataError, ObjectExistsError, RunChangedError, StageError
+from tpupipe.faults.points import point
+from tpupipe.stages.base import StageRun
+from tpupipe.store.layout import RunPaths, parse_unit
+from tpupipe.store.lease import Fence
+from tpupipe.store.objects import ObjectInfo, Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FOOTER_THREADS = 16
+
+
+@dataclass(frozen=True)
+class UnitTarget:
+    """Where a stage's units go, under whose authority, and what is recorded with them. Sent to workers.
+
+    Args:
+        store: The run's store.
+        paths: The run.
+        stage: The stage.
+        fence: Refuses the commit when another driver owns the run by now.
+        chunk_rows: Rows per chunk.
+        params_fingerprint: Of the parameters used, or empty.
+        code_fingerprint: Of the job's code.
+        sample: Fraction of the input, as text.
+    """
+
+    store: Store
+    paths: RunPaths
+    stage: str
+    fence: Fence
+    chunk_rows: int
+    params_fingerprint: str
+    code_fingerprint: str
+    sample: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed unit: what its footer says, and its object."""
+
+    footer: UnitFooter
+    schema: pa.Schema
+    size_bytes: int
+    crc32c: int | None
+
+
+def planned_units(run: StageRun, source: Source) -> list[Unit]:
+    """The units of a source under the run's sample, in input order.
+
+    Raises:
+        DataError: There are none.
+    """
+    units = source.units(storage_options=run.input_options)
+    return sample_units(units, run.sample) if run.sample != 1 else units
+
+
+def split_pending(run: StageRun, stage: str, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, ObjectInfo]]:
+    """Units without a committed object, and the objects of the others. One listing decides, nothing is guessed.
+
+    Raises:
+        StoreError: The listing failed.
+    """
+    committed: dict[str, ObjectInfo] = {}
+    for info in run.store.list(run.paths.units(stage) + "/"):
+        unit = parse_unit(info.name)
+        if unit is not None:
+            committed[unit] = info
+    wanted = {unit.id for unit in units}
+    return [u for u in units if u.id not in committed], {k: v for k, v in committed.items() if k in wanted}
+
+
+def commit_unit(target: UnitTarget, unit: Unit, index: int, table: pa.Table, *, rows_in: int) -> Committed:
+    """Creates the unit's one object: that is its commit.
+
+    If it exists already (another try of the same task was faster), that one counts, provided it was made from the
+    same input.
+
+    Raises:
+        FencedError: Another driver owns the run.
+        StageError: The existing object was made from something else.
+    """
+    footer = UnitFooter(
+        unit=unit.id,
+        rows_in=rows_in,
+        input_fingerprint=unit.fingerprint,
+        params_fingerprint=target.params_fingerprint,
+        code_fingerprint=target.code_fingerprint,
+        lease_epoch=target.fence.epoch,
+        sample=target.sample,
+    )
+    data = encode_unit(table, chunk_rows=target.chunk_rows, footer=footer)
+    target.fence.check()
+    point("unit.before_commit", index=index, unit=unit.id)
+    name = target.paths.unit(target.stage, unit.id)
+    try:
+        info = target.store.create(name, data)
+    except ObjectExistsError:
+        committed = read_committed(target.store, target.store.info(name))
+        _check_made_from(target.stage, committed, unit, target.params_fingerprint)
+        return committed
+    point("unit.after_commit", index=index, unit=unit.id)
+    return Committed(decode_footer(data), decode_schema(data), info.size, info.crc32c)
+
+
+def read_committed(store: Store, info: ObjectInfo) -> Committed:
+    """What a committed unit says of itself; reads the end of its object only."""
+    with object_file(store, info.name, info.size) as file:
+        return Committed(decode_footer(file), decode_schema(file), info.size, info.crc32c)
+
+
+def read_all_committed(store: Store, infos: Iterable[ObjectInfo]) -> list[Committed]:
+    """``read_committed`` of many, in parallel."""
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        return list(pool.map(lambda info: read_committed(store, info), infos))
+
+
+def check_reused(stage: str, units: Sequence[Unit], reused: Iterable[Committed], params_fingerprint: str) -> None:
+    """Refuses to mix outputs made from different inputs or parameters.
+
+    Raises:
+        RunChangedError: A committed unit was made from something else.
+    """
+    by_id = {unit.id: unit for unit in units}
+    for committed in reused:
+        try:
+            _check_made_from(stage, committed, by_id[committed.footer.unit], params_fingerprint)
+        except StageError as error:
+            raise RunChangedError(
+                error.message, hint="Use another --run for the changed inputs or parameters.", **error.data
+            ) from error
+
+
+def _check_made_from(stage: str, committed: Committed, unit: Unit, params_fingerprint: str) -> None:
+    footer = committed.footer
+    for what, had, has in (
+        ("input", footer.input_fingerprint, unit.fingerprint),
+        ("parameters", footer.params_fingerprint, params_fingerprint),
+    ):
+        if had != has:
+            raise StageError(
+                f"Unit {unit.id} of stage {stage!r} is committed, but was made from other {what} ({had} then, {has} now).",
+                stage=stage,
+                unit=unit.id,
+            )
+
+
+def write_manifest(
+    run: StageRun,
+    stage: str,
+    units: Sequence[Unit],
+    committed: Sequence[Committed],
+    fingerprints: Mapping[str, str],
+) -> Manifest:
+    """Ends a stage: lists every unit once, in input order.
+
+    Raises:
+        StageError: A unit is missing.
+        DataError: Units have columns that do not go together, or there are no rows at all.
+    """
+    by_id = {c.footer.unit: c for c in committed}
+    missing = [unit.id for unit in units if unit.id not in by_id]
+    if missing:
+        raise StageError(
+            f"Stage {stage!r}: {len(missing)} of {len(units)} units are not committed, {missing[0]} first.",
+            stage=stage,
+            unit=missing[0],
+        )
+    manifest = Manifest(
+        stage,
+        tuple(
+            ManifestUnit(u.id, (c := by_id[u.id]).footer.rows, c.footer.chunks, c.size_bytes, c.crc32c) for u in units
+        ),
+        merge_schemas([by_id[u.id].schema for u in units]),
+        {"inputs": fingerprint_units(units), **fingerprints},
+    )
+    return publish_manifest(run, manifest)
+
+
+def publish_manifest(run: StageRun, manifest: Manifest) -> Manifest:
+    """Creates the manifest's object, which makes the stage complete."""
+    stage = manifest.stage
+    run.lease.check()
+    point("stage.manifest", stage=stage)
+    try:
+        run.store.create(run.paths.manifest(stage), manifest.to_json())
+    except ObjectExistsError as error:
+        raise StageError(
+            f"Stage {stage!r} has a manifest already, with other content: {run.store.uri(run.paths.manifest(stage))}.",
+            stage=stage,
+        ) from error
+    return manifest
+
+
+def read_manifest(store: Store, paths: RunPaths, stage: str) -> Manifest | None:
+    """The manifest of a complete stage, or ``None``.
+
+    Raises:
+        StoreError: The store could not be asked: that is never "not complete".
+        DataError: The object is not a manifest.
+    """
+    name = paths.manifest(stage)
+    return Manifest.from_json(store.read(name)) if store.exists(name) else None
+
+
+def require_rows(stage: str, manifest: Manifest) -> Manifest:
+    """Gives the manifest back if it has rows to train on.
+
+    Raises:
+        DataError: It has none.
+    """
+    if manifest.rows == 0:
+        raise DataError(
+            f"Stage {stage!r} made no rows, so there is nothing to train on.",
+            hint="Look at what its map function drops, or take a larger sample.",
+            stage=stage,
+        )
+    return manifest
+
+
+def user_traceback(error: BaseException) -> str:
+    """The last lines of a remote traceback, as Ray carries it in the message."""
+    lines: list[Any] = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[-12:])

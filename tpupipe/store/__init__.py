@@ -1,0 +1,1 @@
+"""One door to storage: names, atomic creation, checksums, retries, time-outs, ownership."""

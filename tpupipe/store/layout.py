@@ -1,0 +1,202 @@
+"""Every object name of a run, in one place.
+
+Names are relative to the store's URI. Nothing else in the project spells one out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tpupipe.errors import UsageError
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_LEASE = re.compile(r"(\d{6,})\.json")
+_CHECKPOINT = re.compile(r"(\d{10,})-(\d{6,})")
+_EVENTS = re.compile(r"(\d{6,})-(\d{6,})\.jsonl")
+
+
+def check_name(kind: str, value: str) -> str:
+    """Gives ``value`` back when it is a valid job, run or stage name.
+
+    Raises:
+        UsageError: It is not ``[a-z0-9][a-z0-9._-]{0,62}``.
+    """
+    if not _NAME.fullmatch(value):
+        raise UsageError(
+            f"{value!r} is not a {kind} name; allowed: lower-case letters, digits, '.', '_', '-', "
+            "starting with a letter or digit, at most 63 characters.",
+            name=value,
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The names of one run's objects.
+
+    Args:
+        job: Name of the job.
+        run: Name of the run.
+
+    Raises:
+        UsageError: A name is not valid (also raised by the methods that take a stage or unit).
+
+    >>> RunPaths("lm", "a").checkpoint_commit("train", step=20, epoch=1)
+    'lm/a/stages/train/checkpoints/0000000020-000001/COMMIT.json'
+    """
+
+    job: str
+    run: str
+
+    def __post_init__(self) -> None:
+        check_name("job", self.job)
+        check_name("run", self.run)
+
+    @property
+    def root(self) -> str:
+        """Folder of the run, without a trailing '/'."""
+        return f"{self.job}/{self.run}"
+
+    @property
+    def identity(self) -> str:
+        """``run.json``: what makes this run the run it is."""
+        return f"{self.root}/run.json"
+
+    @property
+    def result(self) -> str:
+        """``result.json``: how the run ended."""
+        return f"{self.root}/result.json"
+
+    def change(self, number: int) -> str:
+        """Record ``number`` of an allowed change of identity."""
+        return f"{self.root}/changes/{number:04d}.json"
+
+    @property
+    def changes(self) -> str:
+        """Folder of the records of allowed changes."""
+        return f"{self.root}/changes"
+
+    @property
+    def compile_cache(self) -> str:
+        """Folder of JAX's persistent compilation cache, shared by all attempts of the run."""
+        return f"{self.root}/compile-cache"
+
+    # -- lease -----------------------------------------------------------------------------
+
+    @property
+    def leases(self) -> str:
+        """Folder of the leases."""
+        return f"{self.root}/lease"
+
+    def lease(self, epoch: int) -> str:
+        """The object whose creation makes its creator the owner with this lease epoch."""
+        return f"{self.leases}/{epoch:06d}.json"
+
+    def beat(self, epoch: int) -> str:
+        """The object the owner of this lease epoch rewrites while it lives."""
+        return f"{self.leases}/{epoch:06d}.beat.json"
+
+    # -- events ----------------------------------------------------------------------------
+
+    @property
+    def events(self) -> str:
+        """Folder of the event segments."""
+        return f"{self.root}/events"
+
+    def event_segment(self, epoch: int, sequence: int) -> str:
+        """Segment ``sequence`` of the events written under lease ``epoch``."""
+        return f"{self.events}/{epoch:06d}-{sequence:06d}.jsonl"
+
+    # -- stages ----------------------------------------------------------------------------
+
+    def stage(self, stage: str) -> str:
+        """Folder of a stage."""
+        return f"{self.root}/stages/{check_name('stage', stage)}"
+
+    def manifest(self, stage: str) -> str:
+        """The object that says the stage is complete."""
+        return f"{self.stage(stage)}/manifest.json"
+
+    def units(self, stage: str) -> str:
+        """Folder of a stage's committed units."""
+        return f"{self.stage(stage)}/units"
+
+    def unit(self, stage: str, unit: str) -> str:
+        """The object that is the commit of one unit."""
+        return f"{self.units(stage)}/{_check_unit(unit)}.parquet"
+
+    def errors(self, stage: str) -> str:
+        """Folder of a stage's error records."""
+        return f"{self.stage(stage)}/errors"
+
+    def unit_errors(self, stage: str, unit: str) -> str:
+        """Error records of one unit's quarantined rows."""
+        return f"{self.errors(stage)}/{_check_unit(unit)}.parquet"
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def checkpoints(self, stage: str) -> str:
+        """Folder of a stage's checkpoints."""
+        return f"{self.stage(stage)}/checkpoints"
+
+    def checkpoint(self, stage: str, *, step: int, epoch: int) -> str:
+        """Folder of the checkpoint at ``step`` written under lease ``epoch``."""
+        return f"{self.checkpoints(stage)}/{checkpoint_name(step, epoch)}"
+
+    def checkpoint_arrays(self, stage: str, *, step: int, epoch: int, restart: int = 0) -> str:
+        """Folder below which Orbax writes; ``restart`` keeps what a dead start of the workers left apart."""
+        return f"{self.checkpoint(stage, step=step, epoch=epoch)}/arrays-{restart:04d}"
+
+    def checkpoint_commit(self, stage: str, *, step: int, epoch: int) -> str:
+        """The object that makes a checkpoint one."""
+        return f"{self.checkpoint(stage, step=step, epoch=epoch)}/COMMIT.json"
+
+
+def _check_unit(unit: str) -> str:
+    if not _UNIT.fullmatch(unit):
+        raise UsageError(
+            f"{unit!r} is not a unit id; allowed: letters, digits, '.', '_', '-', at most 200 characters.", unit=unit
+        )
+    return unit
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def checkpoint_name(step: int, epoch: int) -> str:
+    """Folder name of a checkpoint; sorts by step, then lease epoch.
+
+    Raises:
+        UsageError: ``step`` or ``epoch`` is negative.
+    """
+    if step < 0 or epoch < 0:
+        raise UsageError(f"step {step} and lease epoch {epoch} of a checkpoint must not be negative.", step=step)
+    return f"{step:010d}-{epoch:06d}"
+
+
+def parse_checkpoint(name: str) -> tuple[int, int] | None:
+    """``(step, lease epoch)`` of a checkpoint's folder (its name or path), ``None`` for anything else."""
+    match = _CHECKPOINT.fullmatch(_last(name))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def parse_unit(name: str) -> str | None:
+    """Unit id of a committed unit's (or its error records') object name, ``None`` for anything else."""
+    last = _last(name)
+    unit = last.removesuffix(".parquet")
+    return unit if unit != last and _UNIT.fullmatch(unit) else None
+
+
+def parse_lease(name: str) -> int | None:
+    """Lease epoch of a lease object's name, ``None`` for beats and anything else."""
+    match = _LEASE.fullmatch(_last(name))
+    return int(match[1]) if match else None
+
+
+def parse_event_segment(name: str) -> tuple[int, int] | None:
+    """``(lease epoch, sequence)`` of an event segment's name, ``None`` for anything else."""
+    match = _EVENTS.fullmatch(_last(name))
+    return (int(match[1]), int(match[2])) if match else None
