@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +23,7 @@ from tpupipe.errors import ClusterError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
 from tpupipe.ledger.logs import set_up_logs
 from tpupipe.resolve import Build, load_build, refuse_early_jax, resolve
-from tpupipe.run import RunOptions, RunResult, local_root, run
+from tpupipe.run import RunOptions, RunResult, base_folder, run
 
 app = typer.Typer(
     name="tpupipe",
@@ -64,13 +63,19 @@ _RUN_EPILOG = (
 )
 
 
-@app.callback()
-def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(tpupipe.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command("run", epilog=_RUN_EPILOG)
@@ -128,7 +133,7 @@ def _run(
     if as_json:
         typer.echo(result.to_json())
     else:
-        print_result(result, Console())
+        print_result(result, _console())
 
 
 def _logs(config: Config) -> None:
@@ -142,6 +147,11 @@ def _ship_by_value(build: Build) -> None:
         from tpupipe.cluster.connect import ship_by_value
 
         ship_by_value(module)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=160)  # a log has no width of its own
 
 
 def print_result(result: RunResult, console: Console) -> None:
@@ -183,13 +193,20 @@ def _errors(as_json: bool) -> Iterator[None]:
     except TpupipeError as error:
         result = error.data.get("result")
         if as_json:
-            failed = {"status": "failed", "error": error.message, "exit_status": error.exit_status}
+            failed = {
+                "status": "failed",
+                "error": error.message,
+                "error_kind": type(error).__name__,
+                "exit_status": error.exit_status,
+            }
             typer.echo(result.to_json() if isinstance(result, RunResult) else json.dumps(failed))
         elif isinstance(result, RunResult):
-            print_result(result, Console(stderr=True))
-        typer.echo(f"error: {error}", err=True)
+            print_result(result, _console(stderr=True))
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(error.exit_status) from error
     except KeyboardInterrupt as error:
+        if as_json:
+            typer.echo(json.dumps({"status": "interrupted", "error": "interrupted", "exit_status": 130}))
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from error
 
@@ -200,8 +217,7 @@ Root = Annotated[Path | None, typer.Option("--root", help="Folder of local state
 
 
 def _root(root: Path | None) -> Path:
-    where = root or Path(environment().root or Path.cwd()) / ".tpupipe"
-    return where.absolute()
+    return (root or base_folder(environment()) / ".tpupipe").absolute()
 
 
 @cluster_app.command("up", epilog="Example: tpupipe cluster up -c configs/local.yaml")
@@ -221,7 +237,8 @@ def cluster_up_command(config: ConfigFiles, overrides: Overrides = None) -> None
             )
         state = cluster_up(
             FakeClusterSpec((spec,), loaded.cluster.cpus_per_host),
-            local_root(loaded, environment()),
+            base_folder(environment()),
+            loaded.store.root,
             lambda text: typer.echo(text, err=True),
         )
         typer.echo(json.dumps(describe(state)))
@@ -244,13 +261,7 @@ def cluster_status_command(root: Root = None) -> None:
     with _errors(as_json=False):
         state = warm_cluster(_root(root))
         if state is None:
-            raise ClusterError(f"No faked cluster is up below {_root(root)}.", hint="tpupipe cluster up -c configs/local.yaml")
+            raise ClusterError(
+                f"No faked cluster is up below {_root(root)}.", hint="tpupipe cluster up -c configs/local.yaml"
+            )
         typer.echo(json.dumps(describe(state)))
-
-
-def main() -> None:
-    """Console script. Usage errors of the command line itself end with 2, as click has it."""
-    try:
-        app()
-    except click.exceptions.Abort:
-        sys.exit(130)

@@ -34,9 +34,7 @@ class TpupipeError(Exception):
         return _rebuild, (type(self), self.message, self.hint, self.data)
 
 
-def _rebuild(
-    kind: type[TpupipeError], message: str, hint: str, data: dict[str, Any]
-) -> TpupipeError:
+def _rebuild(kind: type[TpupipeError], message: str, hint: str, data: dict[str, Any]) -> TpupipeError:
     return kind(message, hint=hint, **data)
 
 

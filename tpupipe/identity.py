@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import inspect
 import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,12 @@ def _result_options(stage: Preprocess | Train | Infer) -> dict[str, Any]:
     """The options that decide a stage's result (not how often it saves, not where it runs)."""
     match stage:
         case Preprocess():
-            return {"kind": "preprocess", "chunk_rows": stage.chunk_rows, "whole": stage.dataset is not None}
+            return {
+                "kind": "preprocess",
+                "source": _reading(stage.source),
+                "chunk_rows": stage.chunk_rows,
+                "whole": stage.dataset is not None,
+            }
         case Train():
             return {
                 "kind": "train",
@@ -98,11 +105,13 @@ def _result_options(stage: Preprocess | Train | Infer) -> dict[str, Any]:
                 "steps": stage.steps,
                 "epochs": stage.epochs,
                 "seed": stage.seed,
+                "shuffle": stage.shuffle,
             }
         case Infer():
             buckets = asdict(stage.buckets) if is_dataclass(stage.buckets) else None
             return {
                 "kind": "infer",
+                "source": stage.data if isinstance(stage.data, str) else _reading(stage.data),
                 "params": stage.params,
                 "buckets": json.loads(json.dumps(buckets)),
                 "keep": list(stage.keep),
@@ -110,24 +119,38 @@ def _result_options(stage: Preprocess | Train | Infer) -> dict[str, Any]:
             }
 
 
+def _reading(source: Source) -> dict[str, Any]:
+    """How a source reads what it finds (what it finds is in ``inputs``)."""
+    options: dict[str, Any] = {f.name: getattr(source, f.name) for f in fields(source)} if is_dataclass(source) else {}
+    return {"class": type(source).__name__, **{n: _plain(v) for n, v in options.items() if not n.startswith("pattern")}}
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
 def code_fingerprint(job: Job) -> str:
-    """sha256 over the source files of the job's functions, and of the modules beside them that they import.
+    """sha256 over the source files of the job's functions, and of the modules of their folder that they import.
 
     Functions without a source file (typed at a prompt) count with their bytecode.
     """
     functions = [
         function
         for stage in job.stages
-        for name in ("map", "dataset", "init", "step", "apply")
-        if (function := getattr(stage, name, None)) is not None
+        for name in ("map", "dataset", "init", "step", "params", "sharding", "apply")
+        if callable(function := getattr(stage, name, None))
     ]
     digest = hashlib.sha256()
     files: set[Path] = set()
-    for function in functions:
-        module = sys.modules.get(getattr(inspect.unwrap(function), "__module__", "") or "")
+    for wrapped in functions:
+        function = _innermost(wrapped)
+        name = getattr(function, "__module__", "") or ""
+        if name.split(".")[0] == __package__:
+            continue  # the framework's own defaults are not the job's code
+        module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         if file:
-            files |= _with_siblings(Path(file))
+            _collect_sources(Path(file), files)
         elif hasattr(function, "__code__"):
             digest.update(function.__code__.co_code)
     for path in sorted(files):
@@ -135,19 +158,52 @@ def code_fingerprint(job: Job) -> str:
     return digest.hexdigest()[:32]
 
 
-def _with_siblings(file: Path) -> set[Path]:
-    """The file and the loaded modules of its own folder: a job's helpers. Installed packages are not code of the job."""
+def _innermost(function: Any) -> Any:
+    """The function behind decorators, partials, bound methods and callable objects."""
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    if inspect.isroutine(function):
+        return function
+    return type(function)
+
+
+def _collect_sources(file: Path, found: set[Path]) -> None:
+    """Adds the file and, through its imports, the modules of the same source tree. Installed packages are not the job's."""
+    if file in found or file.suffix != ".py" or not file.exists():
+        return
+    found.add(file)
     if "site-packages" in file.parts:
-        return {file}
-    loaded = {Path(f) for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None))}
-    # Only what the module itself refers to: a run must not depend on which other jobs are loaded.
-    named = {line.split()[1].split(".")[-1] for line in file.read_text().splitlines() if _is_import(line)}
-    return {file} | {f for f in loaded if f.parent == file.parent and f.stem in named and f.suffix == ".py"}
+        return
+    for folder, parts in _imported(file):
+        for depth in range(1, len(parts) + 1):
+            place = folder.joinpath(*parts[:depth])
+            _collect_sources(place.with_suffix(".py"), found)
+            _collect_sources(place / "__init__.py", found)
 
 
-def _is_import(line: str) -> bool:
-    words = line.split()
-    return len(words) > 1 and words[0] in ("import", "from")
+def _imported(file: Path) -> set[tuple[Path, tuple[str, ...]]]:
+    """What a source file imports: folder to look in, and the module's path there (the last part may be a name in it)."""
+    top = file.parent
+    while (top / "__init__.py").exists():
+        top = top.parent
+    found: set[tuple[Path, tuple[str, ...]]] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            folders: tuple[Path, ...] = (top, file.parent)
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            folders = (file.parents[node.level - 1],) if node.level else (top, file.parent)
+            named = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+        else:
+            continue
+        found |= {
+            (folder, tuple(name.split(".")))
+            for name in named
+            for folder in folders
+            if name.split(".")[0] != __package__
+        }
+    return found
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
@@ -185,10 +241,16 @@ def settle_identity(store: Store, paths: RunPaths, identity: Identity, *, allow_
         pass
     else:
         return False
-    then = json.loads(store.read(paths.identity))["identity"]
     changes = sorted(store.list(paths.changes + "/"), key=lambda info: info.name)
-    if changes:
-        then = json.loads(store.read(changes[-1].name))["identity"]
+    latest = changes[-1].name if changes else paths.identity
+    try:
+        then = json.loads(store.read(latest))["identity"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{store.uri(latest)} is damaged: {error!r}.",
+            hint="It says what the run is; without it nothing can be compared. Restore it, or use another --run.",
+            uri=store.uri(latest),
+        ) from error
     differing = differences(then, record["identity"])  # type: ignore[arg-type]
     if not differing:
         return True

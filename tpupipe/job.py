@@ -45,6 +45,11 @@ def _check_callable(stage: str, name: str, value: object, parameters: int) -> No
         return
 
 
+def _check_names(stage: str, option: str, value: object) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
+        raise JobError(f"stage {stage!r}: {option}={value!r} must be a list of names.", hint=f'{option}=("a", "b")')
+
+
 def _check_positive(stage: str, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -113,6 +118,7 @@ class Train:
             when it runs out. Give this or ``epochs``.
         epochs: Passes over the data; the short last batch is padded and masked.
         seed: Decides the data order and the key given to ``init``.
+        shuffle: Whether rows are permuted anew in every data epoch; otherwise they come in input order.
         mesh: Axis name to size, in order; one may be -1 (what is left of the devices).
         batch_axes: Mesh axes that split the batch's rows.
         sharding: ``"replicated"``, ``"fsdp"`` (each array split over ``batch_axes`` along
@@ -129,6 +135,7 @@ class Train:
     steps: int | None = None
     epochs: int | None = None
     seed: int = 0
+    shuffle: bool = True
     mesh: Mapping[str, int] = field(default_factory=lambda: {"data": -1})
     batch_axes: tuple[str, ...] = ("data",)
     sharding: str | Callable[[str, tuple[int, ...], Any], Any] = "replicated"
@@ -143,8 +150,17 @@ class Train:
         if (self.steps is None) == (self.epochs is None):
             raise JobError(f"stage {self.name!r}: give exactly one of steps= and epochs=.")
         _check_positive(self.name, batch_size=self.batch_size, steps=self.steps, epochs=self.epochs)
+        if self.batch_size is None:
+            raise JobError(f"stage {self.name!r}: batch_size=None must be a whole number of at least 1.")
+        seed: object = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise JobError(f"stage {self.name!r}: seed={seed!r} must be a whole number from 0 to 2**63 - 1.")
+        if not isinstance(self.data, str):
+            raise JobError(f"stage {self.name!r}: data={self.data!r} must be the name of a Preprocess stage.")
         check_mesh(self.name, self.mesh)
-        if isinstance(self.sharding, str) and self.sharding not in ("replicated", "fsdp"):
+        if callable(self.sharding):
+            _check_callable(self.name, "sharding", self.sharding, 3)
+        elif self.sharding not in ("replicated", "fsdp"):
             raise JobError(
                 f"stage {self.name!r}: sharding={self.sharding!r} is not known.",
                 hint='"replicated", "fsdp", or fn(path, shape, mesh) -> PartitionSpec.',
@@ -164,8 +180,8 @@ class Infer:
     Args:
         name: Stage name, unique in the job.
         data: A source, or the name of an earlier ``Preprocess`` stage.
-        params: Name of an earlier ``Train`` stage, or the URI of a run, of a training
-            stage's folder or of one checkpoint in a store.
+        params: Name of an earlier ``Train`` stage, or the URI of a training stage's folder or of one checkpoint
+            in a store: ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<checkpoint>]``.
         init: Where ``params`` is a URI: ``init(key) -> state`` of the stage that trained them. It is only traced,
             for the structure of the state.
         apply: ``apply(params, batch) -> outputs``, pure; jitted once per bucket. ``batch``
@@ -203,12 +219,16 @@ class Infer:
         if not isinstance(self.data, (Source, str)):
             raise JobError(
                 f"stage {self.name!r}: data={self.data!r} is neither a source nor a stage name.",
-                hint='Files(pattern), Parquet(pattern), JsonLines(pattern), or the name of a Preprocess stage.',
+                hint="Files(pattern), Parquet(pattern), JsonLines(pattern), or the name of a Preprocess stage.",
             )
         if not isinstance(self.params, str) or not self.params:
-            raise JobError(
-                f"stage {self.name!r}: params={self.params!r} must be a stage name or a checkpoint URI."
-            )
+            raise JobError(f"stage {self.name!r}: params={self.params!r} must be a stage name or a checkpoint URI.")
+        if self.init is not None:
+            _check_callable(self.name, "init", self.init, 1)
+        _check_names(self.name, "keep", self.keep)
+        _check_names(self.name, "ragged_outputs", self.ragged_outputs)
+        if self.buckets is not None and not isinstance(self.buckets, Buckets):
+            raise JobError(f"stage {self.name!r}: buckets={self.buckets!r} must be Buckets(lengths=(...)).")
         if self.ragged_outputs and self.buckets is None:
             raise JobError(f"stage {self.name!r}: ragged_outputs needs buckets: without them rows have no length.")
         _check_positive(self.name, batch_rows=self.batch_rows)
@@ -254,8 +274,8 @@ class Job:
                 raise JobError(f"job {self.name!r}: {stage!r} is not a Preprocess, Train or Infer stage.")
             if stage.name in before:
                 raise JobError(f"job {self.name!r}: two stages are named {stage.name!r}.")
-            if isinstance(stage, (Train, Infer)) and isinstance(stage.data, str):
-                _check_reference(stage.name, "data", stage.data, Preprocess, before)
+            if isinstance(stage, Train) or (isinstance(stage, Infer) and isinstance(stage.data, str)):
+                _check_reference(stage.name, "data", str(stage.data), Preprocess, before)
             if isinstance(stage, Infer) and "/" not in stage.params:
                 _check_reference(stage.name, "params", stage.params, Train, before)
             before[stage.name] = stage

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import inspect
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,23 +17,23 @@ from pydantic import BaseModel
 
 from tpupipe.checkpoint.policy import Every, SavePolicy
 from tpupipe.config import Config, StageConfig, job_parameters, load_config
-from tpupipe.errors import ConfigError, JobError, UsageError
+from tpupipe.errors import ConfigError, JobError, TpupipeError, UsageError
 from tpupipe.job import Infer, Job, Preprocess, Stage, Train
 
 Build = Callable[..., Job]
 
 # Which stage kinds a key of `stages.<name>` is for.
-_KEYS = {
-    "checkpoint": Train,
-    "epochs": Train,
-    "steps": Train,
-    "batch_size": Train,
-    "seed": Train,
-    "log_every_s": Train,
-    "mesh": Train,
-    "sharding": Train,
-    "chunk_rows": Preprocess,
-    "batch_rows": Infer,
+_KEYS: dict[str, tuple[type[Stage], ...]] = {
+    "checkpoint": (Train,),
+    "epochs": (Train,),
+    "steps": (Train,),
+    "batch_size": (Train,),
+    "seed": (Train,),
+    "log_every_s": (Train,),
+    "mesh": (Train,),
+    "sharding": (Train,),
+    "chunk_rows": (Preprocess,),
+    "batch_rows": (Infer,),
     "concurrency": (Preprocess, Infer),
     "stall_timeout_s": (Preprocess, Train, Infer),
 }
@@ -50,10 +51,16 @@ def load_build(module_name: str) -> Build:
     if here not in sys.path:
         sys.path.insert(0, here)
     before = jax_is_awake()
+    if not module_name or not all(part.isidentifier() for part in module_name.split(".")):
+        raise UsageError(
+            f"There is no module {module_name!r}: that cannot be the name of one.",
+            hint="jobs.stdlib_lm, as for `python -m`.",
+            module=module_name,
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name.split(".")[0]):
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(
                 f"Importing {module_name!r} failed: {error}.", hint="Install what the job needs.", module=module_name
             ) from error
@@ -62,13 +69,16 @@ def load_build(module_name: str) -> Build:
             hint="Name it as for `python -m`: jobs.stdlib_lm, from the folder that has jobs/.",
             module=module_name,
         ) from error
+    except Exception as error:
+        raise JobError(
+            f"Importing {module_name!r} raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}",
+            module=module_name,
+        ) from error
     if jax_is_awake() and not before:
         raise _touched_jax(module_name)
     build = getattr(module, "build", None)
     if not callable(build):
-        raise UsageError(
-            f"{module_name} has no function build(config) -> tpupipe.Job.", module=module_name
-        )
+        raise UsageError(f"{module_name} has no function build(config) -> tpupipe.Job.", module=module_name)
     return typing.cast(Build, build)
 
 
@@ -126,8 +136,10 @@ def resolve(build: Build, paths: Sequence[Path | str], overrides: Sequence[str] 
     """
     model = parameter_model(build)
     config = load_config(paths, overrides, job_model=model)
-    job = call_build(build, job_parameters(config, model))
-    return configured(job, config), config
+    parameters = job_parameters(config, model)
+    if parameters is not None:  # defaults written out: leaving a key out and giving its default are the same job
+        config = config.model_copy(update={"job": parameters.model_dump(mode="json")})
+    return configured(call_build(build, parameters), config), config
 
 
 def call_build(build: Build, parameters: BaseModel | None) -> Job:
@@ -136,7 +148,12 @@ def call_build(build: Build, parameters: BaseModel | None) -> Job:
     Raises:
         JobError: It does not give a ``Job``.
     """
-    job: Any = build() if parameters is None else build(parameters)
+    try:
+        job: Any = build() if parameters is None else build(parameters)
+    except TpupipeError:
+        raise
+    except Exception as error:
+        raise JobError(f"build raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}") from error
     if not isinstance(job, Job):
         raise JobError(f"build returned {type(job).__name__}, not a tpupipe.Job.")
     return job
@@ -172,9 +189,7 @@ def _changed(stage: Stage, settings: StageConfig | None) -> Stage:
     if settings is None:
         return stage
     changes: dict[str, Any] = {
-        key: getattr(settings, key)
-        for key in _DECLARED
-        if getattr(settings, key) is not None and hasattr(stage, key)
+        key: getattr(settings, key) for key in _DECLARED if getattr(settings, key) is not None and hasattr(stage, key)
     }
     if isinstance(stage, Train):
         if settings.steps is not None:

@@ -1,7 +1,6 @@
 """The training order: every row once, the same for any number of hosts, and never silently another."""
 
 import pickle
-import time
 from itertools import chain
 
 import numpy as np
@@ -244,18 +243,3 @@ def test_outside_is_refused(call):
     """A step or a position outside the stream raises."""
     with pytest.raises(UsageError):
         Stream([5], 0, 2, epochs=1).batch(*call)
-
-
-def test_fast_enough_for_a_training_loop():
-    """A batch of 64 rows out of a million chunks takes well under 0.5 ms once the epoch is cached."""
-    stream = Stream(np.full(1_000_000, 256), 0, 64, epochs=1)
-    stream.batch(0)
-    best = min(_seconds(stream, 50 * i) for i in range(10))
-    assert best < 0.5e-3
-
-
-def _seconds(stream, start):
-    began = time.perf_counter()
-    for step in range(start, start + 50):
-        stream.batch(step)
-    return (time.perf_counter() - began) / 50

@@ -30,18 +30,19 @@ def good(endpoint):
 
 @pytest.fixture
 def store(good, proxy):
-    """The place behind the proxy."""
-    proxy.matches = lambda _, path: "/o" in path
-    return open_store(good.root, endpoint=proxy.url, timeout_s=20, attempts=TRY_HARD)
+    """The place behind the proxy, its bucket seen."""
+    store = open_store(good.root, endpoint=proxy.endpoint, timeout_s=20, attempts=TRY_HARD)
+    store.info("there")
+    return store
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_a_passing_refusal_is_retried_and_counted(store, good, proxy, status):
+def test_a_passing_refusal_is_retried_and_counted(store, good, proxy, asked, status):
     """Refused twice, then accepted: saved, and three attempts are recorded."""
-    proxy.faults = [status, status]
-    assert store.create("a", b"1").attempts == 3
+    proxy.set(f"{status}@any,times=2")
+    asked()
+    assert store.create("a", b"1").attempts == asked() == 3
     assert good.read("a") == b"1"
-    assert len(proxy.requests) == 3
 
 
 @pytest.mark.parametrize(
@@ -54,31 +55,33 @@ def test_a_passing_refusal_is_retried_and_counted(store, good, proxy, status):
         (412, ObjectExistsError),
     ],
 )
-def test_a_final_refusal_is_not_retried(store, proxy, status, error):
+def test_a_final_refusal_is_not_retried(store, proxy, asked, status, error):
     """One request, and an error that names the object, the status or what it means, and one attempt."""
-    proxy.faults = [status]
+    proxy.set(f"{status}@any,times=1")
+    asked()
     with pytest.raises(error, match=re.escape(store.uri("a"))) as caught:
         store.create("a", b"1")
     assert type(caught.value) is error
     assert caught.value.data == {"operation": "create", "uri": store.uri("a"), "attempts": 1}
-    assert len(proxy.requests) == 1
+    assert asked() == 1
     assert status == 412 or f"{status}" in str(caught.value)
 
 
 def test_a_denial_says_what_to_check(store, proxy):
     """The error for 403 carries the server's reason and a hint about credentials."""
-    proxy.faults = [403]
-    with pytest.raises(StoreDeniedError, match=r"403 Forbidden \(as told\)") as caught:
+    proxy.set("403@download")
+    with pytest.raises(StoreDeniedError, match=r"403 Forbidden \(injected by store fault 403@download\)") as caught:
         store.read("there")
     assert "credentials" in caught.value.hint
 
 
-def test_the_attempts_are_bounded(store, proxy):
+def test_the_attempts_are_bounded(store, proxy, asked):
     """A server that always refuses is asked five times, then the error says so."""
-    proxy.faults = [503] * 100
+    proxy.set("503@any")
+    asked()
     with pytest.raises(StoreUnavailableError, match="after 5 attempts") as caught:
         store.put("a", b"1")
-    assert caught.value.data["attempts"] == len(proxy.requests) == TRY_HARD
+    assert caught.value.data["attempts"] == asked() == TRY_HARD
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), ConnectionError)
 
 
@@ -97,10 +100,10 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize(("operation", "timeout_s"), [("create", 3.0), *((operation, 0.6) for operation in OPERATIONS)])
-def test_a_store_that_blocks_ends_in_an_error(good, proxy, operation, timeout_s):
+def test_a_store_that_blocks_ends_in_an_error(store, proxy, operation, timeout_s):
     """No answer: every operation raises an error naming the object in under two time-outs (3 s: under 6 s)."""
-    store = open_store(good.root, endpoint=proxy.url, timeout_s=timeout_s)
-    proxy.faults = ["block"] * 100
+    store = store.with_limits(timeout_s=timeout_s)
+    proxy.set("block@any")
     started = time.monotonic()
     with pytest.raises(StoreTimeoutError, match=re.escape(str(store.root))) as caught:
         OPERATIONS[operation](store)
@@ -108,11 +111,10 @@ def test_a_store_that_blocks_ends_in_an_error(good, proxy, operation, timeout_s)
     assert isinstance(caught.value, TimeoutError)
 
 
-def test_a_trickle_is_not_an_answer(good, proxy):
+def test_a_trickle_is_not_an_answer(store, proxy):
     """A body that keeps dripping keeps the socket alive; the time-out counts for the whole answer all the same."""
-    store = open_store(good.root, endpoint=proxy.url, timeout_s=1)
-    proxy.matches = lambda _, path: "/o/" in path
-    proxy.faults = ["trickle"] * 100
+    store = store.with_limits(timeout_s=1)
+    proxy.set("trickle@download")
     started = time.monotonic()
     with pytest.raises(StoreTimeoutError, match="there"):
         store.read("there")
@@ -121,9 +123,10 @@ def test_a_trickle_is_not_an_answer(good, proxy):
 
 @pytest.mark.parametrize("fault", ["reset", "truncate", "damage", 503])
 @pytest.mark.parametrize("operation", ["create", "read", "list"])
-def test_a_broken_transfer_is_repeated(store, proxy, operation, fault):
+def test_a_broken_transfer_is_repeated(store, proxy, asked, operation, fault):
     """Reset, cut or damaged once: the operation succeeds with the right result."""
-    proxy.faults = [fault]
+    proxy.set(f"{fault}@any,times=1")
+    asked()
     if operation == "create":
         assert store.create("b", b"1").attempts == 2
         assert store.read("b") == b"1"
@@ -132,30 +135,31 @@ def test_a_broken_transfer_is_repeated(store, proxy, operation, fault):
         assert store.read("there") == b"0123456789" * 1000
     else:
         assert [info.name for info in store.list()] == ["there"]
-    assert len(proxy.requests) == 2
+    assert asked() == 2
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("truncate", "IncompleteRead|bytes arrived"), ("damage", "crc32c"), ("reset", "connection broke")],
 )
-def test_content_that_never_arrives_whole_is_an_error(store, proxy, fault, reason):
+def test_content_that_never_arrives_whole_is_an_error(store, proxy, asked, fault, reason):
     """A read that is cut or damaged every time is never passed on as content."""
-    proxy.faults = [fault] * 100
+    proxy.set(f"{fault}@any")
+    asked()
     with pytest.raises(StoreUnavailableError, match=reason):
         store.read("there")
-    assert len(proxy.requests) == TRY_HARD
+    assert asked() == TRY_HARD
 
 
 def test_a_cut_range_is_repeated(store, proxy):
     """Ranges have no checksum, but their length is known."""
-    proxy.faults = ["truncate"]
+    proxy.set("truncate@any,times=1")
     assert store.read("there", 5, 500) == (b"0123456789" * 1000)[5:500]
 
 
 def test_a_lost_answer_to_a_create_is_found_again(store, good, proxy):
     """The server made it, the answer was lost: the retry recognises its own content and succeeds."""
-    proxy.faults = ["lost"]
+    proxy.set("lost@any,times=1")
     info = store.create("mine", b"content")
     assert info.attempts == 2
     assert info.generation == good.info("mine").generation
@@ -164,7 +168,7 @@ def test_a_lost_answer_to_a_create_is_found_again(store, good, proxy):
 def test_a_lost_answer_does_not_hide_another_writer(store, good, proxy):
     """The first attempt never arrived and somebody else created the object meanwhile: that is an error."""
     good.create("theirs", b"other content")
-    proxy.faults = [503]
+    proxy.set("503@any,times=1")
     with pytest.raises(ObjectExistsError) as caught:
         store.create("theirs", b"my content")
     assert caught.value.data["attempts"] == 2
@@ -173,7 +177,7 @@ def test_a_lost_answer_does_not_hide_another_writer(store, good, proxy):
 
 def test_a_lost_answer_to_a_delete_is_success(store, good, proxy):
     """Deleted, the answer lost, the retry finds nothing: done, also when the object had to exist."""
-    proxy.faults = ["lost"]
+    proxy.set("lost@any,times=1")
     store.delete("there", missing_ok=False)
     assert not good.exists("there")
 
@@ -184,7 +188,7 @@ def test_a_lost_answer_to_a_delete_is_success(store, good, proxy):
 )
 def test_a_listing_that_fails_is_never_empty(store, proxy, ask, fault, error):
     """A store that cannot be listed raises, on every way of listing."""
-    proxy.faults = [fault] * 100
+    proxy.set(f"{fault}@any")
     with pytest.raises(error):
         ask(store)
 
@@ -194,7 +198,7 @@ def test_a_later_page_that_fails_is_an_error(store, good, proxy, monkeypatch):
     monkeypatch.setattr("tpupipe.store.gcs._PAGE", 2)
     for number in range(5):
         good.create(f"p/{number}", b"")
-    proxy.faults = ["pass"] + [503] * 100
+    proxy.set("503@list,after=1")
     listing = store.list("p/")
     assert [next(listing).name, next(listing).name] == ["p/0", "p/1"]
     with pytest.raises(StoreUnavailableError):
@@ -204,14 +208,14 @@ def test_a_later_page_that_fails_is_an_error(store, good, proxy, monkeypatch):
 @pytest.mark.parametrize("fault", [500, 403, "reset"])
 def test_exists_is_never_no_on_an_error(store, proxy, fault):
     """A store that fails is not a store without the object."""
-    proxy.faults = [fault] * 100
+    proxy.set(f"{fault}@any")
     with pytest.raises(StoreError):
         store.exists("there")
 
 
 def test_five_quick_saves_of_one_object(store, good, proxy):
     """A store that takes one write per second per name: five quick writes all get through."""
-    proxy.writes_per_s = 1.0
+    proxy.set("429@create,per_name_interval_s=1")
     for number in range(5):
         store.put("beat", str(number).encode())
     assert good.read("beat") == b"4"
@@ -219,8 +223,7 @@ def test_five_quick_saves_of_one_object(store, good, proxy):
 
 def test_the_pause_a_server_asks_for_is_kept(store, proxy):
     """Retry-After: 1 is honoured."""
-    proxy.headers = {"retry-after": "1"}
-    proxy.faults = [429]
+    proxy.set("429@create,times=1,retry_after_s=1")
     started = time.monotonic()
     assert store.put("a", b"1").attempts == 2
     assert time.monotonic() - started >= 1
@@ -236,13 +239,13 @@ def test_a_store_that_is_not_there(good):
 
 def test_making_the_bucket_is_retried_too(proxy):
     """The first use of a new bucket meets a 503: it is made all the same."""
-    proxy.faults = [503]
-    store = open_store(f"gs://new-{uuid.uuid4().hex[:12]}", endpoint=proxy.url)
+    proxy.set("503@any,times=1")
+    store = open_store(f"gs://new-{uuid.uuid4().hex[:12]}", endpoint=proxy.endpoint)
     assert store.create("a", b"1").attempts == 2
 
 
 def test_retries_are_logged(store, proxy, caplog):
     """Every failed attempt leaves a line with the object and the reason."""
-    proxy.faults = [503]
+    proxy.set("503@any,times=1")
     store.put("a", b"1")
     assert any(store.uri("a") in line and "503" in line for line in caplog.messages)

@@ -297,11 +297,10 @@ def attempt(me):
 
 def test_a_lease_that_cannot_beat_is_lost(proxy, until):
     """No beat gets through for the time to live: lost, and check refuses even before anybody took over."""
-    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5)
-    proxy.matches = lambda method, _: method == "POST"
+    store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
     with acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here(), ttl_s=1.0, beat_s=0.1) as lease:
         lease.check()
-        proxy.faults = [503] * 10_000
+        proxy.set("503@create")
         until(lambda: lease.lost)
         with pytest.raises(FencedError, match="no beat got through"):
             lease.check()
@@ -309,21 +308,20 @@ def test_a_lease_that_cannot_beat_is_lost(proxy, until):
 
 def test_a_lease_outlives_a_short_failure(proxy, until):
     """A few failed beats within the time to live change nothing."""
-    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5)
-    proxy.matches = lambda method, _: method == "POST"
+    store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
     paths = RunPaths("lm", f"r{time.time_ns()}")
     with acquire(store, paths, Owner.here(), ttl_s=30, beat_s=0.05) as lease:
-        proxy.faults = [503] * 4
-        until(lambda: not proxy.faults and read_standing(store, paths).beat >= 5)
+        proxy.set("503@create,times=4")
+        until(lambda: read_standing(store, paths).beat >= 5)
         lease.check()
 
 
 def test_a_store_that_cannot_be_asked_permits_nothing(proxy):
     """The check fails with the store's error; it does not say yes, and the lease is not lost by it."""
-    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5, attempts=2)
+    store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5, attempts=2)
     paths = RunPaths("lm", f"r{time.time_ns()}")
     with acquire(store, paths, Owner.here(), beat_s=1000) as lease:
-        proxy.faults = [500, 500]
+        proxy.set("500@any,times=2")
         with pytest.raises(StoreError, match="500"):
             lease.check()
         assert not lease.lost
@@ -332,19 +330,17 @@ def test_a_store_that_cannot_be_asked_permits_nothing(proxy):
 
 def test_leases_that_cannot_be_listed_are_not_absent(proxy):
     """A driver that cannot see whether the run is held does not start."""
-    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5, attempts=2)
-    proxy.matches = lambda method, path: method == "GET" and "prefix=" in path
-    proxy.faults = [403]
+    store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5, attempts=2)
+    proxy.set("403@list")
     with pytest.raises(StoreError, match="403"):
         acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here())
 
 
 def test_a_lost_answer_does_not_lock_a_driver_out(proxy):
     """Creating the lease got through but its answer did not: the driver knows its own lease again."""
-    store = open_store("gs://lease-beats/p", endpoint=proxy.url, timeout_s=5)
+    store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
     store.put("warm", b"")
-    proxy.matches = lambda method, _: method == "POST"
-    proxy.faults = ["lost"]
+    proxy.set("lost@create,times=1")
     with acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here()) as lease:
         assert lease.epoch == 1
 

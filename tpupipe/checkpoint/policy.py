@@ -6,8 +6,10 @@ there is no value that means "never".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from tpupipe.errors import JobError
 
@@ -40,14 +42,19 @@ class Every:
                 "Every() names no interval; checkpoints cannot be switched off.",
                 hint="Every(steps=100), Every(minutes=10) or both.",
             )
-        for name, value in (("steps", self.steps), ("minutes", self.minutes)):
-            if value is not None and (isinstance(value, bool) or value <= 0):
+        for name, value, kinds in (("steps", self.steps, int), ("minutes", self.minutes, (int, float))):
+            if value is None:
+                continue
+            number: object = value
+            if isinstance(number, bool) or not isinstance(number, kinds) or not 0 < number < math.inf:
+                what = "a whole number" if kinds is int else "a number"
                 raise JobError(
-                    f"Every({name}={value!r}): must be above 0; checkpoints cannot be switched off.",
+                    f"Every({name}={value!r}): must be {what} above 0; checkpoints cannot be switched off.",
                     hint=f"Give a large {name} if saves are dear; the last step is saved anyway.",
                 )
-        if self.keep < 1:
-            raise JobError(f"Every(keep={self.keep}): at least 1 checkpoint must stay.")
+        keep: object = self.keep
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise JobError(f"Every(keep={keep!r}): a whole number; at least 1 checkpoint must stay.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,10 @@ class SavePolicy:
             JobError: Nothing but ``OnPreemption`` (or nothing at all) is given: a run that is
                 never preempted would then only be saved at its end.
         """
-        given = (policies,) if isinstance(policies, (Every, OnPreemption)) else tuple(policies or ())
+        if isinstance(policies, (Every, OnPreemption)):
+            given: tuple[Any, ...] = (policies,)
+        else:
+            given = tuple(policies) if isinstance(policies, (list, tuple)) else (policies,)
         for policy in given:
             if not isinstance(policy, (Every, OnPreemption)):
                 raise JobError(

@@ -33,7 +33,7 @@ def superfluous(judged: Sequence[Judged], keep: int) -> list[Found]:
     """
     if keep < 1:
         raise UsageError(f"keep={keep}: at least one checkpoint stays.")
-    newest_first = sorted(judged, key=lambda j: (j.found.step, j.found.lease_epoch), reverse=True)
+    newest_first = sorted(judged, key=lambda j: j.found.age, reverse=True)
     kept = 0
     for position, candidate in enumerate(newest_first):
         if kept == keep:
@@ -57,10 +57,35 @@ def judge(store: Store, paths: RunPaths, stage: str, *, deep: bool = False) -> l
     return judged
 
 
-def prune(store: Store, paths: RunPaths, stage: str, keep: int) -> list[Found]:
-    """Deletes what ``superfluous`` names and gives it. The record goes first: half-deleted is uncommitted."""
-    gone = superfluous(judge(store, paths, stage), keep)
+def prune(store: Store, paths: RunPaths, stage: str, keep: int, verified: set[str] | None = None) -> list[Found]:
+    """Deletes what ``superfluous`` names and gives it. The record goes first: half-deleted is uncommitted.
+
+    Before anything goes, what stays is looked at byte by byte where the store keeps no checksums (``file://``).
+
+    Args:
+        store: The run's store.
+        paths: The run.
+        stage: The training stage.
+        keep: Intact checkpoints to keep.
+        verified: Folders that were read whole already, to be read no more; added to.
+    """
+    judged = judge(store, paths, stage)
+    if not superfluous(judged, keep):
+        return []
+    verified = set() if verified is None else verified
+    gone = superfluous([_looked_at(store, each, verified) for each in judged], keep)
     for found in gone:
         store.delete(f"{found.folder}/{COMMIT_NAME}")
         store.delete_prefix(found.folder)
     return gone
+
+
+def _looked_at(store: Store, judged: Judged, verified: set[str]) -> Judged:
+    found = judged.found
+    vouched = all(info.crc32c is not None for info in found.objects.values())
+    if not judged.intact or vouched or found.folder in verified:
+        return judged
+    if any(True for _ in problems(store, found, read_commit(store, found), deep=True)):
+        return Judged(found, intact=False)
+    verified.add(found.folder)
+    return judged

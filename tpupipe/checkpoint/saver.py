@@ -6,6 +6,7 @@ Orbax; when all of them are durable the primary process lists them, writes ``COM
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,16 @@ from typing import Any
 from tpupipe.checkpoint.commit import Commit, SavedObject
 from tpupipe.checkpoint.prune import prune
 from tpupipe.checkpoint.tree import checkpointer, leaves_of, save_args
-from tpupipe.errors import CheckpointSaveError, ObjectExistsError, TpupipeError
+from tpupipe.checkpoint.verify import COMMIT_NAME
+from tpupipe.errors import CheckpointSaveError, ObjectExistsError, StoreError, TpupipeError
 from tpupipe.faults.points import point
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Fence
 from tpupipe.store.objects import Store
+
+logger = logging.getLogger("tpupipe")
+
+ARRAYS = "arrays"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class SaveTarget:
     keep: int
     timeout_s: float = 600.0
 
+    def folder(self, step: int) -> str:
+        """Folder of the checkpoint of ``step`` that this start of the workers writes."""
+        return self.paths.checkpoint(self.stage, step=step, epoch=self.fence.epoch, restart=self.restart)
+
 
 class Saver:
     """Asynchronous saves of one process.
@@ -55,6 +65,7 @@ class Saver:
         combine: ``combine(step) -> int``: the sample digest of all processes, waiting for their parts; called on
             the primary in the background.
         on_commit: Called on the primary after a record is written, with the commit and the seconds from ``save``.
+        on_problem: Called on the primary with what went wrong after a commit.
     """
 
     def __init__(
@@ -64,15 +75,18 @@ class Saver:
         primary: bool,
         combine: Callable[[int], int],
         on_commit: Callable[[Commit, float], None],
+        on_problem: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._target = target
         self._primary = primary
         self._combine = combine
         self._on_commit = on_commit
+        self._on_problem = on_problem
         self._checkpointer = checkpointer(target.timeout_s)
         self._background: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._step = -1
+        self._verified: set[str] = set()
 
     @property
     def last_step(self) -> int:
@@ -88,22 +102,25 @@ class Saver:
         Raises:
             CheckpointSaveError: This or an earlier save failed.
         """
+        import jax
+
         began = time.monotonic()
         self.finish()
         target = self._target
         point("save.start", step=step)
-        arrays = target.paths.checkpoint_arrays(
-            target.stage, step=step, epoch=target.fence.epoch, restart=target.restart
-        )
+        folder = target.folder(step)
+        arrays = f"{folder}/{ARRAYS}"
         leaves = leaves_of(state)
         try:
             # Orbax copies to host memory here and writes behind; `force` clears what a dead try of this very start left.
             self._checkpointer.save(target.store.uri(arrays), args=save_args(state), force=True)
+        except jax.errors.JaxRuntimeError:
+            raise  # a process of the group went away: a failure of the group, not of the save
         except Exception as error:
             raise self._error(step, error) from error
         self._step = step
         self._background = threading.Thread(
-            target=self._complete, args=(step, arrays, leaves, dict(metrics), began), name=f"save-{step}", daemon=True
+            target=self._complete, args=(step, folder, leaves, dict(metrics), began), name=f"save-{step}", daemon=True
         )
         self._background.start()
         return time.monotonic() - began
@@ -115,7 +132,11 @@ class Saver:
             CheckpointSaveError: A save failed since the last call.
         """
         if self._failure is not None:
+            import jax
+
             failure, self._failure = self._failure, None
+            if isinstance(failure, jax.errors.JaxRuntimeError):
+                raise failure  # as in save()
             raise self._error(self._step, failure) from failure
 
     def finish(self) -> None:
@@ -138,32 +159,41 @@ class Saver:
 
     def close(self) -> None:
         """Waits for the save under way and frees Orbax's threads."""
-        self.finish()
-        self._checkpointer.close()
+        try:
+            self.finish()
+        finally:
+            self._checkpointer.close()
 
     # -- in the background -------------------------------------------------------------------
 
-    def _complete(self, step: int, arrays: str, leaves: Any, metrics: dict[str, float], began: float) -> None:
+    def _complete(self, step: int, folder: str, leaves: Any, metrics: dict[str, float], began: float) -> None:
         try:
             self._checkpointer.wait_until_finished()
             if self._primary:
                 point("save.arrays_written", step=step)
-                commit = self._commit(step, arrays, leaves, metrics)
+                commit = self._commit(step, folder, leaves, metrics)
                 self._on_commit(commit, time.monotonic() - began)
-                prune(self._target.store, self._target.paths, self._target.stage, self._target.keep)
+                self._prune()
         except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to: the loop asks by check()
             self._failure = error
 
-    def _commit(self, step: int, arrays: str, leaves: Any, metrics: dict[str, float]) -> Commit:
+    def _prune(self) -> None:
+        target = self._target
+        try:
+            prune(target.store, target.paths, target.stage, target.keep, self._verified)
+        except StoreError as error:  # the save itself is done; old checkpoints only take space
+            logger.warning("stage %s: old checkpoints were not removed: %s", target.stage, error)
+            self._on_problem(f"old checkpoints were not removed: {error.message}")
+
+    def _commit(self, step: int, folder: str, leaves: Any, metrics: dict[str, float]) -> Commit:
         import jax
 
         target = self._target
-        folder = target.paths.checkpoint(target.stage, step=step, epoch=target.fence.epoch)
         commit = Commit(
             step=step,
             lease_epoch=target.fence.epoch,
-            arrays=arrays.removeprefix(folder + "/"),
-            objects=_saved_objects(target.store, folder, arrays),
+            arrays=ARRAYS,
+            objects=_saved_objects(target.store, folder),
             leaves=leaves,
             sample_digest=self._combine(step),
             metrics=metrics,
@@ -172,7 +202,7 @@ class Saver:
         )
         target.fence.check()
         point("save.before_commit", step=step)
-        name = target.paths.checkpoint_commit(target.stage, step=step, epoch=target.fence.epoch)
+        name = f"{folder}/{COMMIT_NAME}"
         try:
             target.store.create(name, commit.to_json())
         except ObjectExistsError as error:
@@ -194,12 +224,12 @@ class Saver:
         )
 
 
-def _saved_objects(store: Store, folder: str, arrays: str) -> tuple[SavedObject, ...]:
+def _saved_objects(store: Store, folder: str) -> tuple[SavedObject, ...]:
     """What was really written, as the store lists it."""
     listed = []
-    for info in store.list(arrays + "/"):
+    for info in store.list(f"{folder}/{ARRAYS}/"):
         crc32c = info.crc32c if info.crc32c is not None else store.checksum(info.name)
         listed.append(SavedObject(info.name.removeprefix(folder + "/"), info.size, crc32c))
     if not listed:
-        raise CheckpointSaveError(f"The store lists no objects below {store.uri(arrays)} after the save.")
+        raise CheckpointSaveError(f"The store lists no objects below {store.uri(folder)} after the save.")
     return tuple(listed)

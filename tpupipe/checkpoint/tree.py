@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 from tpupipe.checkpoint.commit import Leaf
@@ -37,18 +38,17 @@ def leaves_of(tree: Any) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-def host_arrays(tree: Any) -> list[Any]:
-    """The leaves of ``tree`` whole in host memory, in tree order. Every process must call this."""
+def host_arrays(tree: Any) -> Iterator[Any]:
+    """The leaves of ``tree`` whole in host memory, one at a time, in tree order. Every process must take them all."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
-    def fetch(leaf: Any) -> Any:
+    for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-            return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-        return np.asarray(leaf)
-
-    return [fetch(leaf) for leaf in jax.tree.leaves(tree)]
+            yield np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+        else:
+            yield np.asarray(leaf)
 
 
 def params_digest(params: Any) -> str:

@@ -23,14 +23,21 @@ class Found:
     Args:
         step: From its name.
         lease_epoch: From its name.
+        restart: From its name.
         folder: Relative to the store.
         objects: All objects below it, by name relative to the folder.
     """
 
     step: int
     lease_epoch: int
+    restart: int
     folder: str
     objects: dict[str, ObjectInfo]
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Sorts older before newer."""
+        return self.step, self.lease_epoch, self.restart
 
     @property
     def committed(self) -> bool:
@@ -81,8 +88,8 @@ def list_checkpoints(store: Store, paths: RunPaths, stage: str) -> list[Found]:
     for name, objects in folders.items():
         parsed = parse_checkpoint(name)
         if parsed is not None:
-            found.append(Found(parsed[0], parsed[1], prefix + name, objects))
-    return sorted(found, key=lambda f: (f.step, f.lease_epoch), reverse=True)
+            found.append(Found(*parsed, folder=prefix + name, objects=objects))
+    return sorted(found, key=lambda f: f.age, reverse=True)
 
 
 def read_commit(store: Store, found: Found) -> Commit:
@@ -135,6 +142,7 @@ def newest_intact(
     stage: str,
     *,
     exclude: Collection[str] = (),
+    only: str | None = None,
     deep_limit_bytes: int = DEEP_LIMIT_BYTES,
 ) -> Selection:
     """Chooses what to restore. Deletes and writes nothing.
@@ -143,6 +151,7 @@ def newest_intact(
         store: The run's store.
         paths: The run.
         stage: The training stage.
+        only: Look at this folder alone.
         exclude: Folders that turned out to be unreadable although they look intact.
         deep_limit_bytes: Checkpoints up to this size are read whole and their checksums recomputed.
 
@@ -150,7 +159,7 @@ def newest_intact(
         NoIntactCheckpointError: There are committed checkpoints, and none is intact.
         StoreError: A listing or read failed; that is never taken for "no checkpoints".
     """
-    everything = list_checkpoints(store, paths, stage)
+    everything = [f for f in list_checkpoints(store, paths, stage) if only in (None, f.folder)]
     uncommitted = tuple(f for f in everything if not f.committed)
     damaged: list[Damage] = []
     for found in everything:

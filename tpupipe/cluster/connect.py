@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import ray
 from tpupipe.cluster.fake import FakeClusterSpec, FakeClusterState
 from tpupipe.config import ClusterConfig
 from tpupipe.errors import ClusterError
-from tpupipe.local.guard import Child, guarded
+from tpupipe.local.guard import Child, guarded, running
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -128,37 +129,34 @@ def _folder(root: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _own_faked_cluster(
-    config: ClusterConfig, root: Path, say: Callable[[str], None]
-) -> Iterator[FakeClusterState]:
+def _own_faked_cluster(config: ClusterConfig, root: Path, say: Callable[[str], None]) -> Iterator[FakeClusterState]:
     """A faked cluster that ends with this process, also if this process is killed."""
     spec = _fake_spec(config)
+    _remove_old_folders(_folder(root))
     folder = _folder(root) / f"run-{uuid.uuid4().hex[:8]}"
     folder.mkdir(parents=True)
     state_file = folder / "faked.json"
     say(f"starting a faked slice: {', '.join(str(s) for s in spec.slices)}")
     began = time.monotonic()
-    try:
-        with guarded(
-            folder,
-            lambda: Child(_server_command(spec, state_file), {"state": str(state_file)}),
-            lambda facts: Path(facts["state"]).exists(),
-            timeout_s=START_TIMEOUT_S,
-            starts=1,
-        ):
-            state = _read_state(state_file)
-            if state is None:
-                raise ClusterError(f"The faked slice's server ended as soon as it was up; log: {folder / 'child.log'}.")
-            say(f"faked slice up in {time.monotonic() - began:.1f} s ({len(state.hosts)} hosts, Ray at {state.address})")
-            yield state
-    finally:
-        _remove_run_folder(folder)
+    with guarded(
+        folder,
+        lambda: Child(_server_command(spec, state_file), {"state": str(state_file)}),
+        lambda facts: Path(facts["state"]).exists(),
+        timeout_s=START_TIMEOUT_S,
+        starts=1,
+    ):
+        state = _read_state(state_file)
+        if state is None:
+            raise ClusterError(f"The faked slice's server ended as soon as it was up; log: {folder / 'child.log'}.")
+        say(f"faked slice up in {time.monotonic() - began:.1f} s ({len(state.hosts)} hosts, Ray at {state.address})")
+        yield state
 
 
-def _remove_run_folder(folder: Path) -> None:
-    # The guard lives a moment longer than its last user; its files are small and named after the run.
-    for name in ("spec.json", "state.json"):
-        (folder / name).unlink(missing_ok=True)
+def _remove_old_folders(folder: Path) -> None:
+    """Removes the files of faked clusters whose guard is gone; not at the run's end, which the guard outlives."""
+    for old in folder.glob("run-*"):
+        if running(old) is None and time.time() - old.stat().st_mtime > START_TIMEOUT_S:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _fake_spec(config: ClusterConfig) -> FakeClusterSpec:
@@ -187,12 +185,19 @@ def warm_cluster(root: Path) -> FakeClusterState | None:
     return state if state is not None and _alive(state.pid) else None
 
 
-def cluster_up(spec: FakeClusterSpec, root: Path, say: Callable[[str], None]) -> FakeClusterState:
+def cluster_up(spec: FakeClusterSpec, base: Path, store_root: str, say: Callable[[str], None]) -> FakeClusterState:
     """Starts a faked cluster that stays until ``cluster_down``.
+
+    Args:
+        spec: The slices.
+        base: Folder that a relative ``store.root`` is in, for the jobs submitted to it too.
+        store_root: ``store.root``; the cluster's own files are below it.
+        say: Takes progress lines.
 
     Raises:
         ClusterError: One is up already, or it does not come up.
     """
+    root = base / store_root
     state = warm_cluster(root)
     if state is not None:
         raise ClusterError(
@@ -205,23 +210,24 @@ def cluster_up(spec: FakeClusterSpec, root: Path, say: Callable[[str], None]) ->
     state_file, log = folder / "warm.json", folder / "warm.log"
     state_file.unlink(missing_ok=True)  # of a server that was killed
     say(f"starting a faked slice: {', '.join(str(s) for s in spec.slices)}")
-    with log.open("wb") as output:
-        server = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            _server_command(spec, state_file),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "TPUPIPE_ROOT": str(root.absolute().parent)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    launched = subprocess.run(  # noqa: S603 - our own interpreter and module
+        [*_server_command(spec, state_file), "--detach", str(log)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TPUPIPE_ROOT": str(base.absolute())},
+        text=True,
+        check=True,
+        timeout=START_TIMEOUT_S,
+    )
+    pid = int(launched.stdout)
     try:
-        _wait(lambda: state_file.exists() or server.poll() is not None, START_TIMEOUT_S)
+        _wait(lambda: state_file.exists() or not _alive(pid), START_TIMEOUT_S)
     except TimeoutError as error:
-        server.terminate()
+        os.kill(pid, signal.SIGTERM)
         raise ClusterError(f"The faked cluster was not up after {START_TIMEOUT_S:.0f} s; log: {log}.") from error
     state = _read_state(state_file)
     if state is None:
-        raise ClusterError(f"The faked cluster ended with status {server.poll()}; log: {log}.")
+        raise ClusterError(f"The faked cluster's server ended as it started; log: {log}.")
     return state
 
 
@@ -252,11 +258,7 @@ def _alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    try:
-        # A child of ours that has ended and was not waited for still has its id.
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return True
+    return True
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -1,5 +1,6 @@
-"""The faked slice: one raylet per TPU host on this machine, told apart from a real one by nothing
-that the reservation, the trainer or the placement look at.
+"""The faked slice: one raylet per TPU host on this machine.
+
+Nothing that the reservation, the trainer or the placement look at tells it from a real one.
 
 Each faked host gets the resources, labels and environment that KubeRay and GKE give a real one;
 JAX runs there with ``JAX_PLATFORMS=cpu`` and one virtual device per chip, one process per host.
@@ -131,6 +132,7 @@ def serve(spec: FakeClusterSpec, state_file: Path) -> None:
             include_dashboard=True,
             dashboard_host="127.0.0.1",
             dashboard_port=0,
+            dashboard_agent_listen_port=0,  # the default is one fixed port a machine
             node_ip_address=LOOPBACK,
             object_store_memory=OBJECT_STORE_BYTES,
             temp_dir=str(session),
@@ -183,7 +185,7 @@ class _Stop(BaseException):
     """Raised by the signal handler; not an Exception, so no library catches it."""
 
 
-def _raise_stop(number: int, frame: object) -> None:
+def _raise_stop(*_: object) -> None:
     raise _Stop
 
 
@@ -192,12 +194,29 @@ def _raylet_pid(node: Any) -> int:
     return int(processes[0].process.pid)
 
 
+def _go_on_in_the_background(log: Path) -> None:
+    """Leaves a child in a session of its own, with its output in ``log``; the parent prints its id and ends."""
+    child = os.fork()
+    if child:
+        sys.stdout.write(f"{child}\n")
+        sys.stdout.flush()
+        os._exit(0)
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for standard, target in ((0, null), (1, output), (2, output)):
+        os.dup2(target, standard)
+
+
 def main() -> None:
     """Entry point of the server process."""
     parser = argparse.ArgumentParser(prog="python -m tpupipe.cluster.fake", description=__doc__)
     parser.add_argument("--spec", required=True, type=Path)
     parser.add_argument("--state", required=True, type=Path)
+    parser.add_argument("--detach", type=Path, metavar="LOG", help="go on in the background, print its process id")
     options = parser.parse_args()
+    if options.detach is not None:
+        _go_on_in_the_background(options.detach)
     serve(FakeClusterSpec.from_json(options.spec.read_text()), options.state)
 
 

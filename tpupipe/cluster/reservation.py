@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.util import tpu
@@ -53,11 +53,12 @@ def check_slice(spec: SliceSpec) -> None:
     Raises:
         SliceError: Ray knows no such topology for the generation, or the hosts do not divide it.
     """
-    valid = tpu.TPUAcceleratorManager.is_valid_tpu_accelerator_topology(spec.ray_version, spec.topology)
+    manager: Any = vars(tpu)["TPUAcceleratorManager"]  # what SlicePlacementGroup itself asks; not in its __all__
+    valid = manager.is_valid_tpu_accelerator_topology(spec.ray_version, spec.topology)
     if not valid:
         raise SliceError(
             f"{spec.generation} has no slice of topology {spec.topology}.",
-            hint="Cloud TPU's topologies of that generation: `tpupipe check` lists them; 4x4 is a v6e slice of 16 chips.",
+            hint="The topologies are in Cloud TPU's documentation of the generation; 4x4 is a v6e slice of 16 chips.",
             generation=spec.generation,
             topology=spec.topology,
         )
@@ -97,7 +98,7 @@ class Reservation:
         self._fixed = fixed
         self._handles: list[tpu.SlicePlacementGroup] = []
 
-    def __enter__(self) -> Reservation:
+    def __enter__(self) -> Self:
         self.acquire()
         return self
 
@@ -142,18 +143,22 @@ class Reservation:
 
     def _take(self, index: int, began: float) -> tpu.SlicePlacementGroup:
         try:
-            handle = tpu.slice_placement_group(
+            handle: tpu.SlicePlacementGroup = tpu.slice_placement_group(
                 topology=self.spec.topology,
                 accelerator_version=self.spec.ray_version,
                 resources_per_bundle={"TPU": self.spec.chips_per_host},
                 chips_per_vm=self.spec.chips_per_host,
                 strategy="STRICT_SPREAD",
                 name=f"{self._name}-{index}",
+                # A single-host slice has no head to claim; without this it could take one host out of a larger slice.
+                bundle_label_selector=[{"ray.io/tpu-pod-type": self.spec.pod_type}]
+                if self.spec.hosts_per_slice == 1
+                else None,
                 head_reservation_timeout_s=self._left(began),
             )
         except TimeoutError as error:
             raise self._timed_out(index) from error
-        if not handle.placement_group.wait(self._left(began)):
+        if not _group(handle).wait(self._left(began)):
             handle.shutdown()
             raise self._timed_out(index)
         # Only now: until the workers' group is ready, the head group is what keeps the claim on the slice.
@@ -179,7 +184,7 @@ class Reservation:
         nodes = {node["NodeID"]: node for node in ray.nodes()}
         hosts = []
         for index, handle in enumerate(self._handles):
-            group = handle.placement_group
+            group = _group(handle)
             for bundle, node_id in placement_group_table(group)["bundles_to_node_id"].items():
                 labels = nodes[node_id].get("Labels", {})
                 hosts.append(
@@ -222,7 +227,7 @@ class Reservation:
             ReservationError: Ray did not remove a placement group in time.
         """
         handles, self._handles, self.hosts = self._handles, [], ()
-        groups = [handle.placement_group for handle in handles]
+        groups = [_group(handle) for handle in handles]
         for handle in handles:
             handle.shutdown()
         ends = time.monotonic() + RELEASE_TIMEOUT_S
@@ -234,6 +239,13 @@ class Reservation:
                         hint="It ends with this driver at the latest.",
                     )
                 time.sleep(0.02)
+
+
+def _group(handle: tpu.SlicePlacementGroup) -> PlacementGroup:
+    group = handle.placement_group
+    if group is None:
+        raise ReservationError("The reservation's placement group is gone already.")
+    return group
 
 
 def slice_states() -> list[dict[str, Any]]:
@@ -275,8 +287,9 @@ def slice_states() -> list[dict[str, Any]]:
 
 
 def present_slices(spec: SliceSpec) -> list[dict[str, Any]]:
-    """Slices in the cluster of that generation and topology, busy or not."""
-    return [s for s in slice_states() if s["topology"] == spec.topology and s["pod_type"] == spec.pod_type]
+    """Whole slices in the cluster of that generation and topology, busy or not."""
+    whole = {"topology": spec.topology, "pod_type": spec.pod_type, "hosts": spec.hosts_per_slice}
+    return [s for s in slice_states() if all(s[key] == value for key, value in whole.items())]
 
 
 def describe_slices() -> str:

@@ -6,7 +6,7 @@ bounded and frozen, so the rest of the package does not check it again.
 
 from __future__ import annotations
 
-from tpupipe.config.environment import STORAGE_VARIABLES, Environment, environment
+from tpupipe.config.environment import STORAGE_VARIABLES, Environment, environment, process_variables
 from tpupipe.config.identity import canonical, config_hash
 from tpupipe.config.load import dry_run_config, job_parameters, load_config
 from tpupipe.config.problems import MISSING, Problem
@@ -41,5 +41,6 @@ __all__ = [
     "environment",
     "job_parameters",
     "load_config",
+    "process_variables",
     "sample_text",
 ]

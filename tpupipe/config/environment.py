@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 STORAGE_VARIABLES = (
@@ -15,6 +16,21 @@ STORAGE_VARIABLES = (
     "TENSORSTORE_GCS_HTTP_URL",
 )
 """Variables that decide how storage is reached; every worker needs the same as the driver."""
+
+
+@contextlib.contextmanager
+def process_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for libraries of this process that read them, and puts back what was there before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @dataclass(frozen=True, slots=True)

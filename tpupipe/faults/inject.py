@@ -47,6 +47,7 @@ class Injection:
         arm(self if self._faults else None)
 
     def __call__(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Fires what a passed point sets off."""
         known = {**self._identity, **facts}
         for position, fault in enumerate(self._faults):
             if fault.matches(name, known) and self._claim(position, known):

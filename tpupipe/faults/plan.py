@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ from tpupipe.faults.points import POINTS
 
 _OPTIONS = {"seconds": float, "times": int}
 _FACTS = ("rank", "stage", "unit")
+_NUMBERS = ("rank", "step", "index", "epoch", "hosts")
 
 
 class Action(StrEnum):
@@ -73,7 +75,9 @@ def parse_fault(text: str) -> Fault:
             f"Fault {text!r}: there is no fault point {point!r}.",
             hint=f"{f'Did you mean {near[0]}? ' if near else ''}Points: {', '.join(POINTS)}.",
         )
-    when: list[tuple[str, str]] = [(POINTS[point].fact, value)] if has_value else []
+    when: list[tuple[str, str]] = []
+    if has_value:
+        when.append((POINTS[point].fact, _checked(text, POINTS[point].fact, value)))
     options: dict[str, Any] = {"seconds": 1.0, "times": 1}
     for part in rest:
         key, equals, setting = part.partition("=")
@@ -83,11 +87,22 @@ def parse_fault(text: str) -> Fault:
             except ValueError as error:
                 raise UsageError(f"Fault {text!r}: {key}={setting!r} is not a number.") from error
         elif equals and key in (*_FACTS, POINTS[point].fact):
-            when.append((key, setting))
+            when.append((key, _checked(text, key, setting)))
         else:
             allowed = dict.fromkeys((POINTS[point].fact, *_FACTS, *_OPTIONS))
             raise UsageError(f"Fault {text!r}: {part!r} is not known.", hint=f"key=value with {', '.join(allowed)}.")
+    if options["times"] < 1 or not 0 <= options["seconds"] < math.inf:
+        raise UsageError(f"Fault {text!r}: times is at least 1, seconds at least 0; it could never fire.")
     return Fault(Action(action_text), point, tuple(when), options["seconds"], options["times"], text)
+
+
+def _checked(text: str, fact: str, value: str) -> str:
+    """A fault that could never fire would look like one that was survived."""
+    if not value.strip():
+        raise UsageError(f"Fault {text!r}: {fact}= has no value.", hint=f"{fact}=40, or leave it out for any.")
+    if fact in _NUMBERS and not value.isdigit():
+        raise UsageError(f"Fault {text!r}: {fact}={value!r} must be a whole number of at least 0.")
+    return value
 
 
 def parse_faults(texts: Sequence[str]) -> tuple[Fault, ...]:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store
@@ -45,7 +45,7 @@ class EventLog:
         self._failed = ""
         self._thread = threading.Thread(target=self._flush_forever, name="event-log", daemon=True)
 
-    def __enter__(self) -> EventLog:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

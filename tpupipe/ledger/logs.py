@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import logging
 import sys
@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
         line = {
             "severity": _SEVERITY.get(record.levelname, "DEFAULT"),
             "message": message,
-            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(),
+            "time": dt.datetime.fromtimestamp(record.created, dt.UTC).isoformat(),
             "logging.googleapis.com/labels": self._labels,
             "logging.googleapis.com/sourceLocation": {
                 "file": record.filename,

@@ -1,63 +1,28 @@
-"""What every stage is given by the run, and what it gives back."""
+"""What every stage is given by the run."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from tpupipe.cluster.connect import Cluster
 from tpupipe.cluster.reservation import Reservation
 from tpupipe.config import Config, StageConfig
-from tpupipe.errors import InterruptedRunError
+from tpupipe.errors import StageError, TpupipeError, UserCodeError
 from tpupipe.faults.inject import Injection
 from tpupipe.faults.plan import Fault
 from tpupipe.job import Job
-from tpupipe.ledger.events import EventLog
+from tpupipe.ledger.events import EventLog, event
 from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stop import StopRequest
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Lease
 from tpupipe.store.objects import Store
-
-
-class StopRequest:
-    """Ctrl-C or SIGTERM, as a thing that can be asked for. The first asks, a second one forces."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self.reason = ""
-        self.graceful = False
-
-    @contextlib.contextmanager
-    def handled(self) -> Iterator[None]:
-        """While inside, somebody looks at ``asked`` often: a signal need not interrupt what is under way."""
-        self.graceful = True
-        try:
-            yield
-        finally:
-            self.graceful = False
-
-    def ask(self, reason: str) -> None:
-        """Asks the run to save, release and end."""
-        self.reason = self.reason or reason
-        self._asked.set()
-
-    @property
-    def asked(self) -> bool:
-        """Whether somebody asked."""
-        return self._asked.is_set()
-
-    def check(self) -> None:
-        """Ends the stage here if somebody asked.
-
-        Raises:
-            InterruptedRunError: Somebody did.
-        """
-        if self.asked:
-            raise InterruptedRunError(f"Interrupted by {self.reason}.", reason=self.reason)
 
 
 @dataclass(frozen=True)
@@ -70,7 +35,7 @@ class StageRun:
         store: The run's store.
         paths: Names of the run in it.
         lease: Ownership of the run.
-        cluster: The connection; ``None`` (and no coordinator) where every stage is complete already.
+        cluster: The connection.
         reservation: The held slice; ``None`` for ``kind: gpu``.
         coordinator: Where workers report and confer.
         log: The event log.
@@ -87,7 +52,7 @@ class StageRun:
     store: Store
     paths: RunPaths
     lease: Lease
-    cluster: Cluster | None
+    cluster: Cluster
     reservation: Reservation | None
     coordinator: CoordinatorHandle
     log: EventLog
@@ -110,38 +75,72 @@ class StageRun:
         return records
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """What a stage did. Units are work units, or steps for training.
+@contextlib.contextmanager
+def reported(coordinator: CoordinatorHandle, **where: Any) -> Iterator[None]:
+    """Tells the driver of an error before it goes on its way: Ray's wrappers do not bring it there whole."""
+    try:
+        yield
+    except Exception as error:
+        coordinator.report_now(
+            event(
+                "worker_error",
+                error=error if isinstance(error, TpupipeError) else None,
+                what=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(limit=-12),
+                **where,
+            )
+        )
+        raise
+
+
+@contextlib.contextmanager
+def user_code(function: str, stage: str, **where: Any) -> Iterator[None]:
+    """Turns what the job's own function raises into a ``UserCodeError`` with its last lines.
+
+    Raises:
+        UserCodeError: The function raised. Errors of our own tree pass as they are.
+    """
+    try:
+        yield
+    except TpupipeError:
+        raise
+    except Exception as error:
+        place = "".join(f", {key} {value}" for key, value in where.items())
+        lines = traceback.format_exc(limit=-3)
+        raise UserCodeError(
+            f"{function} of stage {stage!r} raised {type(error).__name__}: {error}{place}\n{lines}",
+            stage=stage,
+            **where,
+        ) from error
+
+
+def failure_of(error: BaseException, told: Iterable[TpupipeError], stage: str) -> TpupipeError:
+    """What a failed task or actor call meant.
 
     Args:
-        status: ``done``; the run's result also knows ``failed``, ``interrupted`` and ``pending``.
-        done: Units committed, over all attempts.
-        total: Units in all.
-        resumed_from: Units that were committed before this attempt; ``None`` where none were.
-        rows_in: Input rows (training: rows fed, real ones).
-        rows_out: Output rows.
-        rows_dropped: Rows left out on purpose (a training tail).
-        seconds: By kind, this attempt's.
-        metrics: Last metrics of training.
-        params_digest: sha256 over the parameters' bytes, training only.
-        sample_digest: Hash over what was fed in which place, training only.
-        uri: Where the outputs are.
+        error: What Ray raised.
+        told: What workers told of errors.
+        stage: For the message.
     """
+    return next(iter(told), None) or StageError(
+        f"Stage {stage!r} failed on the cluster:\n{last_lines(error)}", stage=stage
+    )
 
-    status: str
-    done: int
-    total: int
-    resumed_from: int | None
-    rows_in: int
-    rows_out: int
-    uri: str
-    seconds: Mapping[str, float]
-    rows_dropped: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    params_digest: str | None = None
-    sample_digest: str | None = None
-    checkpoint: str | None = None
+
+def told_errors(records: Iterable[Mapping[str, Any]]) -> list[TpupipeError]:
+    """The errors of our own tree among what workers reported."""
+    return [r["error"] for r in records if r["kind"] == "worker_error" and isinstance(r["error"], TpupipeError)]
+
+
+def tell_fault(run: StageRun, stage: str, record: Mapping[str, Any]) -> None:
+    """Tells that an injected fault fires."""
+    text = run.faults[record["position"]].text
+    run.log.emit("fault_fired", f"{stage}: injected fault {text!r} fires", level=logging.WARNING, stage=stage)
+
+
+def last_lines(error: BaseException) -> str:
+    """The end of a remote traceback, as Ray carries it in the message."""
+    return "\n".join([line for line in str(error).splitlines() if line.strip()][-12:])
 
 
 def arm_worker(

@@ -96,13 +96,14 @@ class StageContext:
         self._rows: RowRange = row_range(sharding, batch_size)
         self._reader = ChunkReader(target.store, target.paths, manifest)
         self._columns = _checked_columns(manifest)
-        self._confer_at = self.first_step + 1
+        self.confer_at = self.first_step + 1
         self._conferred = (self.first_step, time.monotonic())
         self._saver = Saver(
             target,
             primary=self.rank == 0,
             combine=lambda step: coordinator.digest(step, self.world, target.timeout_s),
             on_commit=self._committed,
+            on_problem=lambda what: self.report(event("problem", what=what)),
         )
 
     # -- restoring and saving ------------------------------------------------------------------
@@ -128,8 +129,7 @@ class StageContext:
         """
         self._coordinator.add_digest(self._target.restart, step, self.rank, self.digest_part)
         blocked_s = self._saver.save(step, state, metrics)
-        if self.rank == 0:
-            self.report(event("save", step=step, blocked_s=blocked_s))
+        self.tell(event("save", step=step, blocked_s=blocked_s))
         return blocked_s
 
     def check(self) -> None:
@@ -154,7 +154,11 @@ class StageContext:
     def _committed(self, commit: Commit, seconds: float) -> None:
         self.report(
             event(
-                "checkpoint", step=commit.step, seconds=seconds, size_bytes=commit.size_bytes, objects=len(commit.objects)
+                "checkpoint",
+                step=commit.step,
+                seconds=seconds,
+                size_bytes=commit.size_bytes,
+                objects=len(commit.objects),
             )
         )
 
@@ -163,20 +167,30 @@ class StageContext:
     def due(self, step: int) -> Decision:
         """What to do after ``step`` steps. All processes get the same answer at the same step."""
         by_count = self._policy.due_at_step(step, self.last_step)
-        if step < self._confer_at or step == self.last_step:
-            return Decision(by_count, False, self._confer_at)
+        if step < self.confer_at or step == self.last_step:
+            return Decision(by_count, False, self.confer_at)
         before, when = self._conferred
         now = time.monotonic()
         preempted, notice_s = self._preemption()
         decision = self._coordinator.decide(
-            self._target.restart, step, (now - when) / max(1, step - before), self._policy, preempted, notice_s
+            restart=self._target.restart,
+            step=step,
+            seconds_per_step=(now - when) / max(1, step - before),
+            policy=self._policy,
+            preempted=preempted,
+            notice_s=notice_s,
         )
         self._conferred = (step, now)
-        self._confer_at = decision.next_step
+        self.confer_at = decision.next_step
         return Decision(decision.save or by_count, decision.stop, decision.next_step, decision.reason)
 
+    def tell(self, *records: Mapping[str, Any]) -> None:
+        """Hands events to the driver, once for all processes: only process 0 does."""
+        if self.rank == 0:
+            self.report(*records)
+
     def report(self, *records: Mapping[str, Any]) -> None:
-        """Hands events to the driver."""
+        """Hands events of this process to the driver."""
         self._coordinator.report(*({"rank": self.rank, **record} for record in records))
 
     # -- feeding -------------------------------------------------------------------------------

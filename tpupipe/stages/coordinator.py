@@ -24,6 +24,7 @@ from tpupipe.ledger.events import event
 
 CONFER_EVERY_S = 1.0
 CALL_TIMEOUT_S = 60.0
+REMEMBERED_DECISIONS = 64
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def decide(
     stop_reason: str,
     preemption_notice_s: float | None,
     preempted: bool,
+    since_conference: int | None = None,
 ) -> Decision:
     """The decision at a conference; pure.
 
@@ -63,8 +65,12 @@ def decide(
         stop_reason: Why the driver wants the run to end, or empty.
         preemption_notice_s: Seconds until a host goes away, if known.
         preempted: Whether a host will go away.
+        since_conference: Steps since the last conference. The measured pace may be that of dispatch, which costs
+            nothing, so the interval at most doubles each time.
     """
     ahead = max(1, int(CONFER_EVERY_S / max(seconds_per_step, 1e-6)))
+    if since_conference is not None:
+        ahead = min(ahead, 2 * max(1, since_conference))
     if preempted:
         reason = "a host is about to be preempted"
         return Decision(policy.due_on_preemption(preemption_notice_s), True, step + ahead, reason)
@@ -80,6 +86,7 @@ class _Coordinator:
         self._lock = threading.Lock()
         self._records: list[dict[str, Any]] = []
         self._fired: dict[int, int] = {}
+        self._counts: dict[str, int] = {}
         self._stop_reason = ""
         self._kill_driver = False
         self._reset_group(0)
@@ -87,6 +94,7 @@ class _Coordinator:
     def _reset_group(self, restart: int) -> None:
         self._restart = restart
         self._decisions: dict[int, Decision] = {}
+        self._conferred = 0
         self._parts: dict[int, dict[int, int]] = {}
         self._saved_at = time.monotonic()
         self._first_address = ""
@@ -126,11 +134,17 @@ class _Coordinator:
             self._records.append(event("fault", position=position, **{k: str(v) for k, v in facts.items()}))
             return True
 
-    def new_group(self, restart: int) -> None:
+    def count(self, name: str) -> int:
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + 1
+            return self._counts[name]
+
+    def new_group(self, restart: int, first_step: int = 0) -> None:
         with self._lock:
             self._reset_group(restart)
+            self._conferred = first_step
 
-    def decide(
+    def decide(  # noqa: PLR0917 - Ray calls it by position
         self,
         restart: int,
         step: int,
@@ -151,10 +165,14 @@ class _Coordinator:
                     stop_reason=self._stop_reason,
                     preemption_notice_s=notice_s,
                     preempted=preempted,
+                    since_conference=step - self._conferred,
                 )
                 if decision.save:
                     self._saved_at = time.monotonic()
-                self._decisions = {step: decision}  # all have passed the earlier ones, or they could not be here
+                self._conferred = step
+                self._decisions[step] = decision
+                # A process may be a few steps behind (dispatch is asynchronous), so older answers are kept a while.
+                self._decisions = dict(sorted(self._decisions.items())[-REMEMBERED_DECISIONS:])
             return self._decisions[step]
 
     def add_digest(self, restart: int, step: int, rank: int, part: int) -> None:
@@ -183,7 +201,7 @@ class CoordinatorHandle:
         here = ray.get_runtime_context().get_node_id()
         actor = (
             ray.remote(_Coordinator)
-            .options(  # type: ignore[attr-defined]
+            .options(
                 num_cpus=0,
                 max_concurrency=16,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
@@ -198,6 +216,10 @@ class CoordinatorHandle:
     def report(self, *records: Mapping[str, Any]) -> None:
         """Hands events to the driver; does not wait."""
         self._actor.report.remote([dict(record) for record in records])
+
+    def report_now(self, record: Mapping[str, Any]) -> None:
+        """As ``report``, and waits until it is there: what comes next may be this process's end."""
+        self._call("report", [dict(record)])
 
     def drain(self) -> list[dict[str, Any]]:
         """The driver's side of ``report``. Carries out a requested kill of the driver."""
@@ -218,12 +240,23 @@ class CoordinatorHandle:
         """Whether a fault may fire once more; counted over all processes and restarts."""
         return bool(self._call("claim_fault", position, times, dict(facts)))
 
-    def new_group(self, restart: int) -> None:
-        """Forgets what an earlier start of the workers had agreed on."""
-        self._call("new_group", restart)
+    def count(self, name: str) -> int:
+        """How often this was called with that name, over all processes."""
+        return int(self._call("count", name))
+
+    def new_group(self, restart: int, first_step: int) -> None:
+        """Forgets what an earlier start of the workers had agreed on; the new one begins after ``first_step`` steps."""
+        self._call("new_group", restart, first_step)
 
     def decide(
-        self, restart: int, step: int, seconds_per_step: float, policy: SavePolicy, preempted: bool, notice_s: float | None
+        self,
+        *,
+        restart: int,
+        step: int,
+        seconds_per_step: float,
+        policy: SavePolicy,
+        preempted: bool,
+        notice_s: float | None,
     ) -> Decision:
         """The decision of all processes at ``step``; the first that asks makes it."""
         decision: Decision = self._call("decide", restart, step, seconds_per_step, policy, preempted, notice_s)
@@ -240,7 +273,11 @@ class CoordinatorHandle:
             StageError: Not all came in time.
         """
         waited_for = f"all {world} processes to say what they were fed up to step {step}"
-        return int(self._until(lambda: self._call("digest", step, world), lambda total: total is not None, waited_for, timeout_s))
+        return int(
+            self._until(
+                lambda: self._call("digest", step, world), lambda total: total is not None, waited_for, timeout_s
+            )
+        )
 
     def set_first_address(self, restart: int, address: str) -> None:
         """Where slice coordination listens: the host of process 0."""
@@ -252,7 +289,9 @@ class CoordinatorHandle:
         Raises:
             StageError: It did not say in time.
         """
-        return str(self._until(lambda: self._call("first_address", restart), bool, "the address of process 0", CALL_TIMEOUT_S))
+        return str(
+            self._until(lambda: self._call("first_address", restart), bool, "the address of process 0", CALL_TIMEOUT_S)
+        )
 
     @staticmethod
     def _until(ask: Callable[[], Any], enough: Callable[[Any], bool], what: str, timeout_s: float) -> Any:

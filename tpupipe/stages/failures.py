@@ -9,12 +9,13 @@ from enum import StrEnum
 from tpupipe.config import BudgetsConfig
 from tpupipe.errors import (
     BudgetExceededError,
-    CheckpointError,
     CheckpointMismatchError,
     CheckpointSaveError,
+    DataError,
     FencedError,
-    StageError,
+    StoreDeniedError,
     TpupipeError,
+    UsageError,
     UserCodeError,
 )
 
@@ -51,10 +52,19 @@ def final_error(errors: Sequence[TpupipeError]) -> TpupipeError | None:
     A damaged checkpoint is not among them: an older one may be intact.
     """
     for error in errors:
-        if isinstance(error, (UserCodeError, FencedError, CheckpointMismatchError, CheckpointSaveError)):
+        if isinstance(
+            error,
+            (
+                UserCodeError,
+                FencedError,
+                CheckpointMismatchError,
+                CheckpointSaveError,
+                DataError,
+                StoreDeniedError,
+                UsageError,
+            ),
+        ):
             return error
-        if not isinstance(error, (CheckpointError, StageError)) and error.exit_status == 2:
-            return error  # data, job and usage errors
     return None
 
 

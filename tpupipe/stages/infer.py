@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -17,19 +17,21 @@ from tpupipe.checkpoint.verify import newest_intact
 from tpupipe.cluster.reservation import Host
 from tpupipe.data.chunks import ManifestUnit
 from tpupipe.data.sources import Unit
-from tpupipe.errors import JobError, NoIntactCheckpointError, StageError
+from tpupipe.errors import JobError, NoIntactCheckpointError, StageError, TpupipeError
 from tpupipe.job import Infer, Train, default_params
 from tpupipe.ledger.events import Seconds
-from tpupipe.stages.base import StageResult, StageRun
+from tpupipe.stages.base import StageRun, failure_of, tell_fault, told_errors
 from tpupipe.stages.failures import Budget, Failure, Kind
+from tpupipe.stages.finished import read_manifest, units_done
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, ParamsSource, UnitDone
-from tpupipe.stages.preprocess import failure_of
+from tpupipe.stages.record import read_train_record
+from tpupipe.stages.result import StageResult
+from tpupipe.stages.stall import STALL_TIMEOUT_S
 from tpupipe.stages.units import (
     UnitTarget,
     check_reused,
     planned_units,
     read_all_committed,
-    read_manifest,
     split_pending,
     write_manifest,
 )
@@ -54,12 +56,6 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
-    uri = run.store.uri(run.paths.stage(stage.name))
-    manifest = read_manifest(run.store, run.paths, stage.name)
-    if manifest is not None:
-        total = len(manifest.units)
-        rows_in = int(manifest.fingerprints.get("rows_in", 0))
-        return StageResult("done", total, total, total, rows_in, manifest.rows, uri, seconds.rounded())
     units = _units(stage, run)
     params = find_params(stage, run)
     pending, present = split_pending(run, stage.name, units)
@@ -88,6 +84,7 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         params,
         run.coordinator,
         run.faults,
+        run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
     began = time.monotonic()
     done = _Pool(stage, run, plan, units, seconds).work(pending) if pending else []
@@ -97,18 +94,8 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         run, stage.name, units, committed, {"code": run.code, "params": fingerprint, "rows_in": str(rows_in)}
     )
     seconds.add("working", time.monotonic() - began - sum(seconds.rounded().values()))
-    return StageResult(
-        "done",
-        len(units),
-        len(units),
-        len(reused) or None,
-        rows_in,
-        manifest.rows,
-        uri,
-        seconds.rounded(),
-        metrics=_padding(done),
-        checkpoint=params.store.uri(params.folder),
-    )
+    result = units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
+    return replace(result, metrics=_padding(done), checkpoint=params.store.uri(params.folder))
 
 
 def _padding(done: Sequence[UnitDone]) -> Mapping[str, float]:
@@ -146,32 +133,39 @@ def find_params(stage: Infer, run: StageRun) -> ParamsSource:
         trained = run.job.stage(stage.params)
         if not isinstance(trained, Train):
             raise JobError(f"stage {stage.name!r}: params={stage.params!r} is not a Train stage.")
-        store, paths, name, step = run.store, run.paths, trained.name, None
+        store, paths, name, wanted = run.store, run.paths, trained.name, None
         init, params = trained.init, trained.params
     else:
-        store, paths, name, step = parse_params_uri(stage.params, run)
+        store, paths, name, wanted = parse_params_uri(stage.params, run)
         if stage.init is None:
             raise JobError(
                 f"stage {stage.name!r}: params={stage.params!r} is a URI, so init= must say what the state looks like.",
                 hint="Infer(init=lm.init, ...): it is only traced, never run.",
             )
         init, params = stage.init, default_params
-    selection = newest_intact(store, paths, name)
-    if selection.commit is None or (step is not None and selection.commit.step != step):
-        found = "none" if selection.commit is None else f"step {selection.commit.step}"
+    selection = newest_intact(store, paths, name, only=wanted)
+    if selection.commit is None:
         raise NoIntactCheckpointError(
-            f"stage {stage.name!r}: no intact checkpoint at {stage.params!r} (found: {found}).",
+            f"stage {stage.name!r}: there is no committed checkpoint at {stage.params!r}.",
             hint="Train first, or name a run's training stage or one of its checkpoints.",
+            stage=stage.name,
+        )
+    record = read_train_record(store, paths, name) if wanted is None else None
+    if record is not None and record.checkpoint_fingerprint != selection.commit.fingerprint:
+        damaged = "; ".join(str(d) for d in selection.damaged) or "it is not in the store"
+        raise NoIntactCheckpointError(
+            f"stage {stage.name!r}: the last checkpoint of {stage.params!r} (step {record.steps}) cannot be used: {damaged}.",
+            hint="Nothing was deleted. Older parameters are not taken instead; name a checkpoint's URI to use them.",
             stage=stage.name,
         )
     return ParamsSource(store, selection.folder, selection.commit, init, params)
 
 
-def parse_params_uri(uri: str, run: StageRun) -> tuple[Store, RunPaths, str, int | None]:
+def parse_params_uri(uri: str, run: StageRun) -> tuple[Store, RunPaths, str, str | None]:
     """Reads ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<step>-<epoch>]``.
 
     Returns:
-        Store, names of the run, training stage, and the step where one checkpoint was named.
+        Store, names of the run, training stage, and the folder where one checkpoint was named.
 
     Raises:
         JobError: It is not of that form.
@@ -189,7 +183,8 @@ def parse_params_uri(uri: str, run: StageRun) -> tuple[Store, RunPaths, str, int
     store = open_store(
         root, endpoint=run.endpoint, timeout_s=run.config.store.timeout_s, attempts=run.config.store.attempts
     )
-    return store, RunPaths(job_name, run_name), stage, parsed[0] if parsed else None
+    paths = RunPaths(job_name, run_name)
+    return store, paths, stage, f"{paths.checkpoints(stage)}/{checkpoint}" if parsed else None
 
 
 # -- the pool of workers --------------------------------------------------------------------
@@ -207,9 +202,7 @@ class _Worker:
 class _Pool:
     """One worker per reserved host; units of a lost worker go back to the queue."""
 
-    def __init__(
-        self, stage: Infer, run: StageRun, plan: InferPlan, units: Sequence[Unit], seconds: Seconds
-    ) -> None:
+    def __init__(self, stage: Infer, run: StageRun, plan: InferPlan, units: Sequence[Unit], seconds: Seconds) -> None:
         self._stage = stage
         self._run = run
         self._plan = plan
@@ -217,6 +210,7 @@ class _Pool:
         self._seconds = seconds
         self._budget = Budget(run.config.budgets, stage.name)
         self._workers: list[_Worker] = []
+        self._errors: list[TpupipeError] = []
 
     def work(self, pending: Sequence[Unit]) -> list[UnitDone]:
         """Does all units. Ends the workers on every way out."""
@@ -255,7 +249,7 @@ class _Pool:
         else:
             host = self._run.reservation.hosts[rank]
             options.update(_placement(host, self._run))
-        actor = ray.remote(InferWorker).options(**options).remote(self._plan, rank)  # type: ignore[attr-defined]
+        actor = ray.remote(InferWorker).options(**options).remote(self._plan, rank)
         return _Worker(actor, rank, deque())
 
     def _hand_out(self, queue: deque[Unit]) -> None:
@@ -277,10 +271,14 @@ class _Pool:
                 self._replace(worker, queue, error)
                 return  # the set of workers may be another one now
             except RayError as error:
-                raise failure_of(error, self._stage.name) from error
+                self._book()
+                raise failure_of(error, self._errors, self._stage.name) from error
 
     def _replace(self, worker: _Worker, queue: deque[Unit], error: RayError) -> None:
         """Puts a lost worker's units back and starts another in its place, on a new slice if a host was lost."""
+        self._book()
+        if self._errors:  # it did not die, it said why it could not start
+            raise self._errors[0]
         reservation = self._run.reservation
         lost = reservation.lost_hosts() if reservation else []
         kind = Kind.HOST if lost else Kind.WORKER
@@ -309,14 +307,14 @@ class _Pool:
                     self._seconds.add("starting", record["seconds"] / len(self._workers or [None]))
                 case "compiling":
                     self._seconds.add("compiling", record["seconds"] / len(self._workers or [None]))
-                case "fault":
-                    fault = self._run.faults[record["position"]]
+                case "worker_error":
+                    self._errors += told_errors([record])
+                case "stalled":
                     self._run.log.emit(
-                        "fault_fired",
-                        f"{self._stage.name}: injected fault {fault.text!r} fires",
-                        level=logging.WARNING,
-                        stage=self._stage.name,
+                        "stall", f"{self._stage.name}: {record['what']}", level=logging.WARNING, uri=record["uri"]
                     )
+                case "fault":
+                    tell_fault(self._run, self._stage.name, record)
 
 
 def _placement(host: Host, run: StageRun) -> dict[str, Any]:
@@ -324,12 +322,9 @@ def _placement(host: Host, run: StageRun) -> dict[str, Any]:
     chips = spec.chips_per_host if spec else 0
     placement: dict[str, Any] = {
         "resources": {"TPU": chips},
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            host.group, placement_group_bundle_index=host.bundle
-        ),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(host.group, placement_group_bundle_index=host.bundle),
     }
     if run.config.cluster.kind == "tpu":
         # Each host works alone: libtpu must not wait for the other hosts of the slice.
         placement["runtime_env"] = {"env_vars": {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}}
     return placement
-

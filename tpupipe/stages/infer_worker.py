@@ -14,14 +14,15 @@ from tpupipe.data.chunks import decode_unit
 from tpupipe.data.columns import to_numpy, to_table
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import Source, Unit
-from tpupipe.errors import DataError, StageError, TpupipeError, UserCodeError
+from tpupipe.errors import DataError, StageError
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Infer
 from tpupipe.ledger.events import event
-from tpupipe.stages.base import arm_worker
+from tpupipe.stages.base import arm_worker, reported, user_code
 from tpupipe.stages.coordinator import CoordinatorHandle
-from tpupipe.stages.sharding import make_mesh
+from tpupipe.stages.sharding import make_mesh, named_sharding
+from tpupipe.stages.stall import Watchdog
 from tpupipe.stages.units import Committed, UnitTarget, commit_unit
 from tpupipe.store.objects import Store
 
@@ -60,6 +61,7 @@ class InferPlan:
         params: Where the parameters are.
         coordinator: Where to report.
         faults: Faults to inject.
+        stall_timeout_s: Seconds after which a unit that does not end is a failure.
     """
 
     stage: Infer
@@ -70,6 +72,7 @@ class InferPlan:
     params: ParamsSource
     coordinator: CoordinatorHandle
     faults: tuple[Fault, ...]
+    stall_timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,18 @@ class InferWorker:
     """The actor: one per host, with all of the host's devices, parameters replicated over them."""
 
     def __init__(self, plan: InferPlan, rank: int) -> None:
-        began = time.monotonic()
-        arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
+        self._plan = plan
+        with reported(plan.coordinator, rank=rank):
+            arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
+            self._start(rank)
+
+    def _start(self, rank: int) -> None:
         import jax
 
-        self._plan = plan
+        plan, began = self._plan, time.monotonic()
         self._mesh = make_mesh({"data": len(jax.local_devices())}, jax.local_devices())
-        spec = jax.sharding.PartitionSpec
-        self._replicated = jax.sharding.NamedSharding(self._mesh, spec())
-        self._rows = jax.sharding.NamedSharding(self._mesh, spec("data"))
+        self._replicated = named_sharding(self._mesh)
+        self._rows = named_sharding(self._mesh, "data")
         self._params = self._load()
         self._compiled: dict[Any, Any] = {}
         point("params.loaded", step=plan.params.commit.step)
@@ -119,11 +125,28 @@ class InferWorker:
 
     def run(self, unit: Unit, index: int) -> UnitDone:
         """Does one unit, up to its commit."""
+        plan = self._plan
+        watchdog = Watchdog(
+            plan.stall_timeout_s,
+            f"unit {unit.id}",
+            store=plan.target.store,
+            paths=plan.target.paths,
+            stage=plan.stage.name,
+            coordinator=plan.coordinator,
+            unit=unit.id,
+        )
+        with reported(plan.coordinator, unit=unit.id), watchdog.watching():
+            return self._run(unit, index)
+
+    def _run(self, unit: Unit, index: int) -> UnitDone:
         stage = self._plan.stage
         table = self._read(unit)
         rows_in = table.num_rows
         point("unit.read", index=index, unit=unit.id)
-        columns = self._user("map", unit, lambda: dict(stage.map(to_numpy(table)))) if stage.map else to_numpy(table)
+        columns = to_numpy(table)
+        if (mapping := stage.map) is not None:
+            with user_code("map", stage.name, unit=unit.id):
+                columns = dict(mapping(columns))
         missing = [name for name in stage.keep if name not in columns]
         if missing:
             raise DataError(
@@ -148,19 +171,6 @@ class InferWorker:
             return read_unit(plan.source, unit, storage_options=plan.input_options)
         return decode_unit(plan.target.store.read(plan.target.paths.unit(plan.data_stage, unit.id)))
 
-    def _user(self, name: str, unit: Unit, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except TpupipeError:
-            raise
-        except Exception as error:
-            stage = self._plan.stage.name
-            raise UserCodeError(
-                f"{name} of stage {stage!r} raised on unit {unit.id}: {type(error).__name__}: {error}",
-                stage=stage,
-                unit=unit.id,
-            ) from error
-
     # -- batches ---------------------------------------------------------------------------------
 
     def _apply_all(self, unit: Unit, columns: Mapping[str, Any]) -> tuple[dict[str, Any], int, int]:
@@ -175,7 +185,8 @@ class InferWorker:
         collected: list[tuple[Any, dict[str, Any]]] = []
         padded_values = real_values = 0
         for batch, padded in self._batches(numeric, total):
-            outputs = self._user("apply", unit, lambda feed=padded: self._apply(feed))  # type: ignore[misc]
+            with user_code("apply", self._plan.stage.name, unit=unit.id):
+                outputs = self._apply(padded)
             collected.append((batch, self._cut(outputs, padded, len(batch.rows))))
             padded_values += batch.batch_rows * batch.bucket_length
             real_values += int(padded.lengths.sum()) if self._plan.stage.buckets else len(batch.rows)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +20,16 @@ from ray.exceptions import RayError
 from tpupipe.data.columns import to_numpy, to_table
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import Source, Unit, fingerprint_units
-from tpupipe.errors import StageError, TpupipeError, UserCodeError
+from tpupipe.errors import BudgetExceededError, UserCodeError
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
 from tpupipe.ledger.events import Seconds, event
-from tpupipe.stages.base import StageResult, StageRun, arm_worker
+from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors, user_code
 from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stages.finished import units_done
+from tpupipe.stages.result import StageResult
+from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
 from tpupipe.stages.units import (
     Committed,
     UnitTarget,
@@ -32,9 +37,7 @@ from tpupipe.stages.units import (
     commit_unit,
     planned_units,
     read_all_committed,
-    read_manifest,
     split_pending,
-    user_traceback,
     write_manifest,
 )
 
@@ -51,27 +54,50 @@ class UnitTask:
     input_options: Mapping[str, Any]
     coordinator: CoordinatorHandle
     faults: tuple[Fault, ...]
+    worker_failures: int
+    stall_timeout_s: float
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        unit, index = row["unit"], row["index"]
+        """Reads, maps and commits the unit of one row of the dataset of units."""
+        unit, index = pickle.loads(row["unit"]), row["index"]  # noqa: S301 - made by the driver
         arm_worker(self.faults, self.coordinator, stage=self.target.stage)
-        table = read_unit(self.source, unit, storage_options=self.input_options)
-        point("unit.read", index=index, unit=unit.id)
-        try:
-            rows = to_table(self.map(to_numpy(table)))
-        except TpupipeError:
-            raise
-        except Exception as error:
-            raise UserCodeError(
-                f"map of stage {self.target.stage!r} raised on unit {unit.id} "
-                f"({', '.join(part.path for part in unit.parts[:3])}…): {type(error).__name__}: {error}",
+        watchdog = Watchdog(
+            self.stall_timeout_s,
+            f"unit {unit.id}",
+            store=self.target.store,
+            paths=self.target.paths,
+            stage=self.target.stage,
+            coordinator=self.coordinator,
+            unit=unit.id,
+        )
+        with reported(self.coordinator, unit=unit.id), watchdog.watching():
+            self._begin(unit)
+            table = read_unit(self.source, unit, storage_options=self.input_options)
+            point("unit.read", index=index, unit=unit.id)
+            rows = to_table(self._mapped(unit, to_numpy(table)))
+            point("unit.mapped", index=index, unit=unit.id)
+            committed = commit_unit(self.target, unit, index, rows, rows_in=table.num_rows)
+        self.coordinator.report(event("unit", unit=unit.id, rows=committed.footer.rows))
+        return {"committed": pickle.dumps(committed)}
+
+    def _begin(self, unit: Unit) -> None:
+        """Bounds how often a unit is begun: Ray Data repeats a task whose process died for ever."""
+        begun = self.coordinator.count(f"{self.target.stage}/{unit.id}")
+        if begun > 1 + self.worker_failures:
+            raise BudgetExceededError(
+                f"Unit {unit.id} of stage {self.target.stage!r} was begun {begun - 1} times, and its process died each "
+                f"time ({unit.parts[0].path} is its first input).",
+                hint="Its map may need more memory than the host has. budgets.worker_failures sets the budget.",
                 stage=self.target.stage,
                 unit=unit.id,
-            ) from error
-        point("unit.mapped", index=index, unit=unit.id)
-        committed = commit_unit(self.target, unit, index, rows, rows_in=table.num_rows)
-        self.coordinator.report(event("unit", unit=unit.id, rows=committed.footer.rows))
-        return {"committed": committed}
+                kind="worker_failures",
+                failures=begun - 1,
+                allowed=self.worker_failures,
+            )
+
+    def _mapped(self, unit: Unit, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        with user_code("map", self.target.stage, unit=unit.id, first_input=unit.parts[0].path):
+            return self.map(batch)
 
 
 def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
@@ -83,12 +109,6 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
-    manifest = read_manifest(run.store, run.paths, stage.name)
-    uri = run.store.uri(run.paths.stage(stage.name))
-    if manifest is not None:
-        total = len(manifest.units)
-        rows_in = int(manifest.fingerprints.get("rows_in", 0))
-        return StageResult("done", total, total, total, rows_in, manifest.rows, uri, seconds.rounded())
     units = planned_units(run, stage.source)
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
@@ -107,9 +127,7 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         committed = [*reused, *fresh]
         rows_in = sum(c.footer.rows_in for c in committed)
         manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "rows_in": str(rows_in)})
-    return StageResult(
-        "done", len(units), len(units), len(reused) or None, rows_in, manifest.rows, uri, seconds.rounded()
-    )
+    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
 
 
 def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending: Sequence[Unit]) -> list[Committed]:
@@ -119,54 +137,51 @@ def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending:
     task = UnitTask(
         stage.source,
         stage.map,
-        UnitTarget(
-            run.store, run.paths, stage.name, run.lease.fence, stage.chunk_rows, "", run.code, str(run.sample)
-        ),
+        UnitTarget(run.store, run.paths, stage.name, run.lease.fence, stage.chunk_rows, "", run.code, str(run.sample)),
         run.input_options,
         run.coordinator,
         run.faults,
+        run.config.budgets.worker_failures,
+        run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
     positions = {unit.id: index for index, unit in enumerate(units)}
-    items = [{"unit": unit, "index": positions[unit.id]} for unit in pending]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
-        task, concurrency=concurrency(run, stage.name), num_cpus=1
-    )
+    items = [{"unit": pickle.dumps(unit), "index": positions[unit.id]} for unit in pending]
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(task, **_task_options(run, stage.name))
     done: list[Committed] = []
     told = time.monotonic()
-    for row in _rows(dataset, stage.name):
-        done.append(row["committed"])
+    for row in _rows(dataset, run, stage.name):
+        done.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
         run.absorb(stage.name)
         run.stop.check()
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
             run.log.emit("progress", f"{stage.name}: {len(done)} of {len(pending)} units", stage=stage.name)
+    run.absorb(stage.name)
     return done
 
 
-def concurrency(run: StageRun, stage: str) -> int | None:
-    """Units at work at a time: as configured; on a faked slice what this machine has, for its logical CPUs are not."""
-    configured = run.settings(stage).concurrency
-    if configured is None and run.config.cluster.kind == "fake":
-        return max(2, os.cpu_count() or 2)
-    return configured
+def _task_options(run: StageRun, stage: str) -> dict[str, Any]:
+    """How many units are at work at a time.
+
+    On a faked slice, by default as many as this machine has CPUs, for its logical ones are not real.
+    """
+    at_a_time = run.settings(stage).concurrency
+    if at_a_time is None and run.config.cluster.kind == "fake":
+        at_a_time = max(2, os.cpu_count() or 2)
+    return {
+        "compute": ray.data.TaskPoolStrategy(size=at_a_time),
+        "num_cpus": 1,
+    }
 
 
-def _rows(dataset: ray.data.Dataset, stage: str) -> Any:
+def _rows(dataset: ray.data.Dataset, run: StageRun, stage: str) -> Any:
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    # The stage tells its own progress and errors; set here because Ray Data sets its levels when it is first used.
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     try:
         yield from dataset.iter_rows()
     except RayError as error:
-        raise failure_of(error, stage) from error
-
-
-def failure_of(error: BaseException, stage: str) -> TpupipeError:
-    """Our own error inside a Ray error, or a ``StageError`` that carries the remote traceback's end."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, TpupipeError):
-            return seen
-        cause = getattr(seen, "cause", None)
-        seen = cause if isinstance(cause, BaseException) else seen.__cause__
-    return StageError(f"Stage {stage!r} failed on the cluster:\n{user_traceback(error)}", stage=stage)
+        raise failure_of(error, told_errors(run.absorb(stage)), stage) from error
 
 
 # -- dataset=: the whole stage at once ------------------------------------------------------
@@ -176,9 +191,12 @@ def failure_of(error: BaseException, stage: str) -> TpupipeError:
 class _ReadUnit:
     source: Source
     input_options: Mapping[str, Any]
+    coordinator: CoordinatorHandle
 
     def __call__(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = read_unit(self.source, row["unit"], storage_options=self.input_options).to_pylist()
+        unit = pickle.loads(row["unit"])  # noqa: S301 - made by the driver
+        rows: list[dict[str, Any]] = read_unit(self.source, unit, storage_options=self.input_options).to_pylist()
+        self.coordinator.report(event("unit_read", unit=unit.id, rows=len(rows)))
         return rows
 
 
@@ -199,7 +217,8 @@ class _WriteBlock:
             content.update(record_batch.serialize())
         name = f"{self.target.fence.epoch:06d}-{content.hexdigest()[:16]}-{uuid.uuid4().hex[:8]}"
         unit = Unit(id=name, parts=(), fingerprint=self.inputs)
-        return {"committed": [commit_unit(self.target, unit, 0, batch, rows_in=batch.num_rows)]}
+        committed = commit_unit(self.target, unit, 0, batch, rows_in=batch.num_rows)
+        return {"committed": [pickle.dumps(committed)]}
 
 
 def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], seconds: Seconds) -> StageResult:
@@ -210,30 +229,32 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
         run.store, run.paths, stage.name, run.lease.fence, stage.chunk_rows, "", run.code, str(run.sample)
     )
     with seconds.measured("working"):
-        rows = ray.data.from_items([{"unit": u} for u in units], override_num_blocks=len(units)).flat_map(
-            _ReadUnit(stage.source, run.input_options), num_cpus=1
+        rows = ray.data.from_items([{"unit": pickle.dumps(u)} for u in units], override_num_blocks=len(units)).flat_map(
+            _ReadUnit(stage.source, run.input_options, run.coordinator), **_task_options(run, stage.name)
         )
-        try:
+        with user_code("dataset", stage.name):
             transformed = stage.dataset(rows)
-        except Exception as error:
-            raise UserCodeError(
-                f"dataset of stage {stage.name!r} raised: {type(error).__name__}: {error}", stage=stage.name
-            ) from error
         if not isinstance(transformed, ray.data.Dataset):
             raise UserCodeError(
                 f"dataset of stage {stage.name!r} returned {type(transformed).__name__}, not a ray.data.Dataset.",
                 stage=stage.name,
             )
         written = transformed.map_batches(
-            _WriteBlock(target, inputs), batch_size=None, batch_format="pyarrow", concurrency=concurrency(run, stage.name)
+            _WriteBlock(target, inputs),
+            batch_size=None,
+            batch_format="pyarrow",
+            **_task_options(run, stage.name),
         )
         committed = []
-        for row in _rows(written, stage.name):
-            committed.append(row["committed"])
+        read: dict[str, int] = {}  # by unit: a task that Ray runs again reads its rows again
+        for row in _rows(written, run, stage.name):
+            committed.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
+            read |= {r["unit"]: r["rows"] for r in run.absorb(stage.name) if r["kind"] == "unit_read"}
             run.stop.check()
+        read |= {r["unit"]: r["rows"] for r in run.absorb(stage.name) if r["kind"] == "unit_read"}
         ordered = sorted(committed, key=lambda c: c.footer.unit)
         made = [Unit(id=c.footer.unit, parts=(), fingerprint=inputs) for c in ordered]
-        manifest = write_manifest(run, stage.name, made, ordered, {"code": run.code, "source": inputs})
-    uri = run.store.uri(run.paths.stage(stage.name))
-    return StageResult("done", len(units), len(units), None, manifest.rows, manifest.rows, uri, seconds.rounded())
-
+        manifest = write_manifest(
+            run, stage.name, made, ordered, {"code": run.code, "source": inputs, "rows_in": str(sum(read.values()))}
+        )
+    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), None, seconds)

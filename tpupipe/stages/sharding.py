@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,13 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any]) -> Any:
     from jax.sharding import Mesh
 
     return Mesh(np.array(devices).reshape(tuple(shape.values())), tuple(shape))
+
+
+def named_sharding(mesh: Any, *axes: Any) -> Any:
+    """Splits dimension i over mesh axis (or tuple of axes) ``axes[i]``; without axes: replicated."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def state_shardings(
@@ -132,7 +140,7 @@ def row_range(sharding: Any, batch_size: int) -> RowRange:
 
 
 def _join(blocks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    for (_, end), (begin, _) in zip(blocks, blocks[1:], strict=False):
+    for (_, end), (begin, _) in itertools.pairwise(blocks):
         if end != begin:
             raise JobError(
                 f"The mesh gives one host the rows {list(blocks)} of a batch, which is not one block.",

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-import ray.train
 from ray.exceptions import RayActorError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 from tpupipe.checkpoint.policy import SavePolicy
 from tpupipe.checkpoint.saver import SaveTarget
-from tpupipe.checkpoint.verify import Selection, newest_intact
+from tpupipe.checkpoint.verify import Selection, list_checkpoints, newest_intact, problems
+from tpupipe.config import process_variables
 from tpupipe.data.chunks import Manifest
 from tpupipe.data.stream import Stream
-from tpupipe.errors import CheckpointError, InterruptedRunError, StageError, TpupipeError
+from tpupipe.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    InterruptedRunError,
+    StageError,
+    StoreError,
+)
 from tpupipe.job import Train
 from tpupipe.ledger.events import Seconds
-from tpupipe.stages.base import StageResult, StageRun
+from tpupipe.stages.base import StageRun, last_lines
 from tpupipe.stages.context import Restorable
 from tpupipe.stages.failures import Budget, Failure, Kind, final_error
-from tpupipe.stages.record import TrainRecord, read_train_record, write_train_record
+from tpupipe.stages.finished import read_manifest, trained
+from tpupipe.stages.record import TrainRecord, write_train_record
+from tpupipe.stages.result import StageResult
+from tpupipe.stages.stall import STALL_TIMEOUT_S
 from tpupipe.stages.train_worker import TrainPlan, train_worker
-from tpupipe.stages.units import read_manifest, require_rows, user_traceback
+from tpupipe.stages.units import require_rows
+from tpupipe.stages.watch import Ending, Recovery, TrainWatch
 
 POLL_S = 0.1
 LOG_EVERY_S = 5.0
@@ -46,20 +54,6 @@ RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
     "JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S": "2",
 }
-
-
-@dataclass
-class Ending:
-    """What one start of the workers reported. Filled from their events while it runs."""
-
-    trained: dict[str, Any] | None = None
-    stopped: dict[str, Any] | None = None
-    errors: list[dict[str, Any]] = field(default_factory=list)
-    step: int | None = None
-
-    def known_errors(self) -> list[TpupipeError]:
-        """Errors of our own tree among those reported."""
-        return [e["error"] for e in self.errors if isinstance(e["error"], TpupipeError)]
 
 
 def run_train(stage: Train, run: StageRun) -> StageResult:
@@ -76,31 +70,34 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
     if manifest is None:
         raise StageError(f"Stage {stage.data!r}, which {stage.name!r} reads, is not complete.", stage=stage.name)
     require_rows(stage.data, manifest)
-    options = {"seed": stage.seed, "batch_size": stage.batch_size, "steps": stage.steps, "epochs": stage.epochs}
+    options = {
+        "seed": stage.seed,
+        "batch_size": stage.batch_size,
+        "steps": stage.steps,
+        "epochs": stage.epochs,
+        "shuffle": stage.shuffle,
+    }
     stream = Stream(manifest.chunk_rows, **options)  # type: ignore[arg-type]
-    record = read_train_record(run.store, run.paths, stage.name)
-    if record is not None:
-        return _result(stage, run, stream, record, record.steps, seconds)
-
     budget = Budget(run.config.budgets, stage.name)
     unreadable: set[str] = set()
     first_step: int | None = None
     restart = 0
-    lost_at: float | None = None
+    recovery: Recovery | None = None
     while True:
         selection = _select(stage, run, unreadable)
         at = selection.commit.step if selection.commit else 0
         first_step = at if first_step is None else first_step
         _tell_start(stage, run, stream, selection, restart)
-        ending = Ending()
+        watch = TrainWatch(stage, run, seconds, recovery)
+        ending = watch.ending
         try:
-            error = _start_workers(stage, run, selection, options, restart, ending, seconds, lost_at)
+            error = _start_workers(_plan(stage, run, selection, options, restart), run, watch)
         finally:
-            _settle(run, stage, ending, seconds)
+            watch.look()
         if ending.trained is not None:
             break  # also if a worker fell over afterwards: everything was committed by then
-        lost_at = time.time()
-        _handle(stage, run, selection, ending, error, budget, unreadable)
+        recovery = Recovery(watch.failed_s or time.time(), ending.step)
+        unreadable |= _handle(watch, selection, error, budget)
         restart += 1
     final = newest_intact(run.store, run.paths, stage.name, exclude=unreadable)
     if final.commit is None or final.commit.step != stream.steps:
@@ -122,32 +119,12 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
     )
     run.lease.check()
     write_train_record(run.store, run.paths, stage.name, record)
-    return _result(stage, run, stream, record, first_step or None, seconds)
+    return trained(record, run.store, run.store.uri(run.paths.stage(stage.name)), first_step, seconds)
 
 
 def _rows_fed(stage: Train, stream: Stream, manifest: Manifest) -> int:
     fed = stream.steps * stage.batch_size
     return fed if stage.epochs is None else min(fed, stage.epochs * manifest.rows)
-
-
-def _result(
-    stage: Train, run: StageRun, stream: Stream, record: TrainRecord, resumed_from: int | None, seconds: Seconds
-) -> StageResult:
-    return StageResult(
-        status="done",
-        done=record.steps,
-        total=stream.steps,
-        resumed_from=resumed_from,
-        rows_in=record.rows_fed,
-        rows_out=record.rows_fed,
-        rows_dropped=record.rows_dropped,
-        uri=run.store.uri(run.paths.stage(stage.name)),
-        seconds=seconds.rounded(),
-        metrics=record.metrics,
-        params_digest=record.params_digest,
-        sample_digest=record.sample_digest,
-        checkpoint=run.store.uri(record.checkpoint),
-    )
 
 
 def _select(stage: Train, run: StageRun, unreadable: set[str]) -> Selection:
@@ -192,20 +169,10 @@ def _tell_start(stage: Train, run: StageRun, stream: Stream, selection: Selectio
 # -- one start of the workers ---------------------------------------------------------------
 
 
-def _start_workers(
-    stage: Train,
-    run: StageRun,
-    selection: Selection,
-    options: Mapping[str, Any],
-    restart: int,
-    ending: Ending,
-    seconds: Seconds,
-    lost_at: float | None,
-) -> BaseException | None:
-    """Runs a trainer to its end; what the workers report goes to ``ending`` meanwhile. Gives the trainer's error."""
+def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[str, Any], restart: int) -> TrainPlan:
     spec = run.config.cluster.slice_spec()
     policy = SavePolicy.of(stage.checkpoint)
-    plan = TrainPlan(
+    return TrainPlan(
         stage=stage,
         target=SaveTarget(
             run.store, run.paths, stage.name, run.lease.fence, restart, policy.keep, timeout_s=SAVE_TIMEOUT_S
@@ -220,12 +187,17 @@ def _start_workers(
         faults=run.faults,
         log_every_s=run.settings(stage.name).log_every_s or LOG_EVERY_S,
         started_s=time.time(),
+        stall_timeout_s=run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
-    run.coordinator.new_group(restart)
+
+
+def _start_workers(plan: TrainPlan, run: StageRun, watch: TrainWatch) -> BaseException | None:
+    """Runs a trainer to its end, watching what the workers report meanwhile. Gives the trainer's error."""
+    run.coordinator.new_group(plan.target.restart, plan.start.commit.step if plan.start else 0)
     with (
         run.stop.handled(),
         tempfile.TemporaryDirectory(prefix="tpupipe-train-") as scratch,
-        _ray_train_settings(),
+        process_variables(RAY_TRAIN_SETTINGS),
     ):
         # A name of its own each time: Ray Train resumes a name it has seen, from its own idea of a checkpoint.
         trainer = JaxTrainer(
@@ -242,13 +214,11 @@ def _start_workers(
         )
         fit = _Fit(trainer)
         asked = False
-        recovering = lost_at
         while fit.running(POLL_S):
-            for record in run.absorb(stage.name):
-                recovering = _take(record, run, stage, ending, seconds, recovering)
+            watch.look()
             if run.stop.asked and not asked:
                 asked = True
-                run.log.emit("stopping", f"{stage.name}: saving and stopping ({run.stop.reason})", stage=stage.name)
+                run.log.emit("stopping", f"{plan.stage.name}: saving and stopping ({run.stop.reason})")
                 run.coordinator.request_stop(run.stop.reason)
         return fit.error
 
@@ -273,20 +243,6 @@ class _Fit:
         return self._thread.is_alive()
 
 
-@contextlib.contextmanager
-def _ray_train_settings() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in RAY_TRAIN_SETTINGS}
-    os.environ.update(RAY_TRAIN_SETTINGS)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _jax_config(run: StageRun) -> JaxConfig:
     return JaxConfig(use_gpu=True) if run.reservation is None else JaxConfig(use_tpu=True)
 
@@ -304,128 +260,48 @@ def _scaling(run: StageRun) -> ScalingConfig:
     )
 
 
-# -- what the workers say -------------------------------------------------------------------
-
-
-def _take(
-    record: Mapping[str, Any], run: StageRun, stage: Train, ending: Ending, seconds: Seconds, recovering: float | None
-) -> float | None:
-    """Books one worker event. Gives back since when the run is recovering, ``None`` once it has taken a step."""
-    match record["kind"]:
-        case "starting":
-            seconds.add("starting", record["seconds"])
-        case "compiling":
-            seconds.add("compiling", record["seconds"] + record["init_seconds"])
-            run.log.emit("compiled", f"{stage.name}: compiled in {record['seconds']:.1f} s", stage=stage.name)
-        case "working":
-            seconds.add("working", record["seconds"])
-            seconds.add("saving", record["saving_s"])
-        case "restored":
-            run.log.emit(
-                "restored",
-                f"{stage.name}: restored step {record['step']} in {record['seconds']:.1f} s",
-                stage=stage.name,
-                step=record["step"],
-            )
-        case "metrics":
-            ending.step = record["step"]
-            _tell_metrics(record, run, stage)
-            if recovering is not None:
-                took = record["time_s"] - recovering
-                run.log.emit(
-                    "recovered",
-                    f"{stage.name}: first new step {took:.1f} s after the failure",
-                    stage=stage.name,
-                    seconds=took,
-                )
-                return None
-        case "checkpoint":
-            run.log.emit(
-                "saved",
-                f"{stage.name}: checkpoint of step {record['step']} committed "
-                f"({record['size_bytes'] / 1e6:.1f} MB, durable after {record['seconds']:.2f} s)",
-                stage=stage.name,
-                step=record["step"],
-            )
-        case "fault":
-            run.log.emit(
-                "fault_fired",
-                f"{stage.name}: injected fault {run.faults[record['position']].text!r} fires",
-                level=logging.WARNING,
-                stage=stage.name,
-            )
-        case "trained":
-            ending.trained = dict(record)
-        case "stopped":
-            ending.stopped = dict(record)
-        case "worker_error":
-            ending.errors.append(dict(record))
-    return recovering
-
-
-def _tell_metrics(record: Mapping[str, Any], run: StageRun, stage: Train) -> None:
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in record["metrics"].items())
-    run.log.emit(
-        "progress",
-        f"{stage.name}: step {record['step']}/{record['of']}  {shown}  {record['rows_per_s']:.0f} rows/s",
-        stage=stage.name,
-        step=record["step"],
-    )
-
-
-def _settle(run: StageRun, stage: Train, ending: Ending, seconds: Seconds) -> None:
-    for record in run.absorb(stage.name):
-        _take(record, run, stage, ending, seconds, None)
-
-
 # -- what to do about a failure -------------------------------------------------------------
 
 
-def _handle(
-    stage: Train,
-    run: StageRun,
-    selection: Selection,
-    ending: Ending,
-    error: BaseException | None,
-    budget: Budget,
-    unreadable: set[str],
-) -> None:
-    """Returns if the workers are to be started again; raises otherwise."""
+def _handle(watch: TrainWatch, selection: Selection, error: BaseException | None, budget: Budget) -> set[str]:
+    """Returns if the workers are to be started again, with folders of checkpoints to pass over; raises otherwise."""
+    run, ending = watch.run, watch.ending
     if run.stop.asked:
-        saved = ending.stopped is not None
-        raise InterruptedRunError(
-            f"Interrupted by {run.stop.reason}"
-            + (f"; the state after step {ending.stopped['step']} was saved." if saved and ending.stopped else "."),
-            reason=run.stop.reason,
-        )
+        stopped = ending.stopped or {}
+        saved = f"; the state after step {stopped['step']} was saved." if stopped.get("saved") else "."
+        raise InterruptedRunError(f"Interrupted by {run.stop.reason}{saved}", reason=run.stop.reason)
+    lost = run.reservation.lost_hosts() if run.reservation else []
     known = ending.known_errors()
-    final = final_error(known)
+    # When a process is gone, saves of the others fail with it; that is no failure of the store.
+    bereaved = bool(lost or dead_ranks(error))
+    final = final_error([e for e in known if not (bereaved and isinstance(e, CheckpointSaveError))])
     if final is not None:
         raise final
-    damaged = [e for e in known if isinstance(e, CheckpointError)]
-    if damaged and selection.commit is not None:
-        run.log.emit(
-            "checkpoint_unreadable",
-            f"{stage.name}: {damaged[0].message} Trying an older checkpoint.",
-            level=logging.WARNING,
-            stage=stage.name,
-            step=selection.commit.step,
-        )
-        unreadable.add(selection.folder)
-        return
-    lost = run.reservation.lost_hosts() if run.reservation else []
+    damaged = [e for e in known if isinstance(e, CheckpointError) and not isinstance(e, CheckpointSaveError)]
+    if damaged and selection.commit is not None and not bereaved and not _reads_whole(run, watch.stage, selection):
+        message = f"{damaged[0].message} Trying an older checkpoint."
+        watch.tell("checkpoint_unreadable", message, logging.WARNING, step=selection.commit.step)
+        return {selection.folder}
     failure = classify(error, ending, lost_hosts=len(lost))
-    run.log.emit(
+    watch.tell(
         "failure",
-        f"{stage.name}: {failure.what} (charged to {failure.kind.value})",
-        level=logging.WARNING,
-        stage=stage.name,
+        f"{failure.what} (charged to {failure.kind.value})",
+        logging.WARNING,
         step=ending.step,
         failure=asdict(failure),
     )
     budget.charge(failure)
     if run.reservation is not None and (lost or failure.kind is Kind.PREEMPTED):
         run.reservation.renew(failure.what)
+    return set()
+
+
+def _reads_whole(run: StageRun, stage: Train, selection: Selection) -> bool:
+    """Whether a checkpoint that could not be restored is intact byte by byte: then the store or the network failed."""
+    for found in list_checkpoints(run.store, run.paths, stage.name):
+        if found.folder == selection.folder and selection.commit is not None:
+            return not any(True for _ in problems(run.store, found, selection.commit, deep=True))
+    return False
 
 
 def classify(error: BaseException | None, ending: Ending, *, lost_hosts: int) -> Failure:
@@ -440,18 +316,20 @@ def classify(error: BaseException | None, ending: Ending, *, lost_hosts: int) ->
         return Failure(Kind.PREEMPTED, ending.step, "a host is being preempted")
     if lost_hosts:
         return Failure(Kind.HOST, ending.step, f"{lost_hosts} host(s) of the slice were lost")
-    dead = _dead_ranks(error)
+    dead = dead_ranks(error)
     if dead:
-        return Failure(Kind.WORKER, None, f"the worker process of rank {', '.join(map(str, dead))} died")
-    reported = ending.errors[0] if ending.errors else None
+        detail = last_lines(error) if error is not None else ""
+        return Failure(Kind.WORKER, None, f"the worker process of rank {', '.join(map(str, dead))} died", detail)
+    # The cause, whoever spoke first: what the others report is that a peer went away.
+    reported = next((e for e in ending.errors if not _is_collateral(e)), ending.errors[0] if ending.errors else None)
     if reported is not None:
         return Failure(
-            Kind.WORKER if _is_collateral(reported["what"]) else Kind.APP,
+            Kind.WORKER if _is_collateral(reported) else Kind.APP,
             ending.step,
             _first_line(reported["what"]),
             str(reported["traceback"]),
         )
-    detail = user_traceback(error) if error is not None else ""
+    detail = last_lines(error) if error is not None else ""
     return Failure(Kind.WORKER, ending.step, f"the workers ended: {type(error).__name__}", detail)
 
 
@@ -459,12 +337,18 @@ def _first_line(text: str) -> str:
     return text.splitlines()[0][:300] if text else ""
 
 
-def _is_collateral(what: str) -> bool:
-    """Whether a worker's error is what JAX raises when *another* process went away."""
+def _is_collateral(reported: Mapping[str, Any]) -> bool:
+    """Whether a worker's error is no fault of the job: JAX missing *another* process, the store, a restore."""
+    what = str(reported["what"])
+    if isinstance(reported["error"], (StoreError, CheckpointError, StageError)):
+        return True
+    if "RESOURCE_EXHAUSTED" in what:
+        return False
     return what.startswith(("JaxRuntimeError", "XlaRuntimeError")) or "Gloo" in what
 
 
-def _dead_ranks(error: BaseException | None) -> list[int]:
+def dead_ranks(error: BaseException | None) -> list[int]:
+    """Ranks whose process died, by what the trainer raised."""
     if not isinstance(error, WorkerGroupError):
         return []
     return sorted(rank for rank, failure in error.worker_failures.items() if _is_death(failure))
@@ -475,6 +359,6 @@ def _is_death(failure: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, RayActorError):
             return True
-        seen = seen.__cause__
-    return "ActorDiedError" in str(failure) or "RayActorError" in str(failure)
-
+        inner = getattr(seen, "health_check_failure", None)  # Ray Train's wrapper around what polling a worker raised
+        seen = inner if isinstance(inner, BaseException) else seen.__cause__
+    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +12,18 @@ from tpupipe.checkpoint.policy import SavePolicy
 from tpupipe.checkpoint.saver import SaveTarget
 from tpupipe.checkpoint.tree import params_digest
 from tpupipe.data.stream import Stream
-from tpupipe.errors import JobError, StageError, TpupipeError, UserCodeError
+from tpupipe.errors import JobError, StageError, UserCodeError
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
-from tpupipe.stages.base import arm_worker
+from tpupipe.stages.base import arm_worker, reported, user_code
 from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
-from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, state_shardings
-from tpupipe.stages.units import read_manifest, require_rows
+from tpupipe.stages.finished import read_manifest
+from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
+from tpupipe.stages.stall import Watchdog
+from tpupipe.stages.units import require_rows
 
 RUN_AHEAD_STEPS = 2
 
@@ -44,6 +45,7 @@ class TrainPlan:
         faults: Faults to inject.
         log_every_s: Seconds between metrics.
         started_s: When the driver began this start, seconds since 1970.
+        stall_timeout_s: Seconds after which a step that does not end is a failure.
     """
 
     stage: Train
@@ -58,6 +60,7 @@ class TrainPlan:
     faults: tuple[Fault, ...]
     log_every_s: float
     started_s: float
+    stall_timeout_s: float
 
 
 def train_worker(plan: TrainPlan) -> None:
@@ -65,25 +68,13 @@ def train_worker(plan: TrainPlan) -> None:
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
-    try:
-        _set_slice_environment(plan, rank, ray.train.get_context().get_world_size())
+    with reported(plan.coordinator, rank=rank):
+        _set_slice_environment(plan, rank)
         arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
         _train(plan)
-    except Exception as error:
-        known = error if isinstance(error, TpupipeError) else None
-        plan.coordinator.report(
-            event(
-                "worker_error",
-                rank=rank,
-                error=known,
-                what=f"{type(error).__name__}: {error}",
-                traceback=traceback.format_exc(limit=-12),
-            )
-        )
-        raise
 
 
-def _set_slice_environment(plan: TrainPlan, rank: int, world: int) -> None:
+def _set_slice_environment(plan: TrainPlan, rank: int) -> None:
     """Sets ``MEGASCALE_*`` for this group before JAX first touches a device, whatever the host came with."""
     from ray.util.tpu import get_tpu_coordinator_env_vars
 
@@ -126,8 +117,8 @@ def _train(plan: TrainPlan) -> None:
     shape = mesh_shape(stage.mesh, jax.device_count())
     check_batch(stage.batch_size, shape, stage.batch_axes)
     mesh = make_mesh(shape, jax.devices())
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(stage.batch_axes))
+    replicated = named_sharding(mesh)
+    rows = named_sharding(mesh, tuple(stage.batch_axes))
 
     manifest = read_manifest(plan.target.store, plan.target.paths, stage.data)
     if manifest is None:
@@ -145,24 +136,31 @@ def _train(plan: TrainPlan) -> None:
         preemption=_preemption,
     )
     began = time.monotonic()
-    report = context.report if context.rank == 0 else _ignore
-    report(event("starting", seconds=time.time() - plan.started_s))
+    context.tell(event("starting", seconds=time.time() - plan.started_s))
 
     key = jax.random.key(stage.seed)
     abstract = _abstract_state(stage, key, mesh)
     state = context.restore(abstract)
     if state is None:
-        state = _user(stage, "init", lambda: jax.jit(stage.init, out_shardings=_shardings(abstract))(key))
+        with user_code("init", stage.name):
+            state = jax.jit(stage.init, out_shardings=_shardings(abstract))(key)
     else:
-        report(event("restored", step=context.first_step, seconds=time.monotonic() - began))
+        context.tell(event("restored", step=context.first_step, seconds=time.monotonic() - began))
     compiling = time.monotonic()
-    step = _user(stage, "step", lambda: _compile(stage, abstract, context.abstract_batch(), replicated))
-    report(event("compiling", seconds=time.monotonic() - compiling, init_seconds=compiling - began))
-    _loop(plan, context, state, step, report)
-
-
-def _ignore(*records: Mapping[str, Any]) -> None:
-    return None
+    with user_code("step", stage.name):
+        step = _compile(stage, abstract, context.abstract_batch(), replicated)
+    context.tell(event("compiling", seconds=time.monotonic() - compiling, init_seconds=compiling - began))
+    watchdog = Watchdog(
+        plan.stall_timeout_s,
+        f"rank {context.rank}",
+        store=plan.target.store,
+        paths=plan.target.paths,
+        stage=stage.name,
+        coordinator=plan.coordinator,
+        rank=context.rank,
+    )
+    with watchdog.watching():
+        _loop(plan, context, state, step, watchdog)
 
 
 def _use_compile_cache(plan: TrainPlan) -> None:
@@ -177,7 +175,8 @@ def _use_compile_cache(plan: TrainPlan) -> None:
 def _abstract_state(stage: Train, key: Any, mesh: Any) -> Any:
     import jax
 
-    shapes = _user(stage, "init", lambda: jax.eval_shape(stage.init, key))
+    with user_code("init", stage.name):
+        shapes = jax.eval_shape(stage.init, key)
     shardings = state_shardings(shapes, mesh, stage.sharding, stage.batch_axes)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
@@ -211,20 +210,7 @@ def _compile(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: 
     return jitted.lower(abstract, batch).compile()
 
 
-def _user(stage: Train, name: str, call: Any) -> Any:
-    """Runs the job's function (traced or whole); what it raises becomes a ``UserCodeError``."""
-    try:
-        return call()
-    except TpupipeError:
-        raise
-    except Exception as error:
-        lines = traceback.format_exc(limit=-4)
-        raise UserCodeError(
-            f"{name} of stage {stage.name!r} raised {type(error).__name__}: {error}\n{lines}", stage=stage.name
-        ) from error
-
-
-def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any, report: Any) -> None:
+def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any, watchdog: Watchdog) -> None:
     import jax
 
     stage = plan.stage
@@ -241,13 +227,17 @@ def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any
         state, metrics = _update(step_function, state, batch)
         done = batch.step + 1
         context.fed(batch)
+        watchdog.beat()
         point("train.updated", step=batch.step)
         # The host may run ahead of the devices, but not far: every queued step holds its batch.
         unfinished.append(metrics)
         if len(unfinished) > RUN_AHEAD_STEPS:
             jax.block_until_ready(unfinished.pop(0))
         context.check()
+        conferring = done >= context.confer_at
         decision = context.due(done)
+        if conferring:
+            context.tell(event("at", step=done))
         if decision.save:
             last_fetched = _fetch(metrics)
             saving_s += context.save(done, state, last_fetched)
@@ -256,18 +246,19 @@ def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any
             if not decision.save:
                 last_fetched = _fetch(metrics)
             rate = (done - told_step) * stage.batch_size / max(now - told, 1e-9)
-            report(event("metrics", step=done, of=context.last_step, metrics=last_fetched, rows_per_s=rate))
+            context.tell(event("metrics", step=done, of=context.last_step, metrics=last_fetched, rows_per_s=rate))
             told, told_step = now, done
         if decision.stop:
             stopped = decision.reason
             break
+    watchdog.beat()
     saving_s += context.finish()
-    report(event("working", seconds=time.monotonic() - began - saving_s, saving_s=saving_s))
+    context.tell(event("working", seconds=time.monotonic() - began - saving_s, saving_s=saving_s))
     if stopped:
-        report(event("stopped", step=done, reason=stopped, saved=context.saved_step == done))
+        context.tell(event("stopped", step=done, reason=stopped, saved=context.saved_step == done))
         return
     digest = params_digest(stage.params(state))
-    report(event("trained", step=done, params_digest=digest, metrics=dict(last_fetched)))
+    context.tell(event("trained", step=done, params_digest=digest, metrics=dict(last_fetched)))
 
 
 def _update(step_function: Any, state: Any, batch: FedBatch) -> Any:

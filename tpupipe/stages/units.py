@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpupipe.data.chunks import (
     Manifest,
@@ -214,17 +214,6 @@ def publish_manifest(run: StageRun, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def read_manifest(store: Store, paths: RunPaths, stage: str) -> Manifest | None:
-    """The manifest of a complete stage, or ``None``.
-
-    Raises:
-        StoreError: The store could not be asked: that is never "not complete".
-        DataError: The object is not a manifest.
-    """
-    name = paths.manifest(stage)
-    return Manifest.from_json(store.read(name)) if store.exists(name) else None
-
-
 def require_rows(stage: str, manifest: Manifest) -> Manifest:
     """Gives the manifest back if it has rows to train on.
 
@@ -238,9 +227,3 @@ def require_rows(stage: str, manifest: Manifest) -> Manifest:
             stage=stage,
         )
     return manifest
-
-
-def user_traceback(error: BaseException) -> str:
-    """The last lines of a remote traceback, as Ray carries it in the message."""
-    lines: list[Any] = [line for line in str(error).splitlines() if line.strip()]
-    return "\n".join(lines[-12:])

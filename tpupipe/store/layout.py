@@ -13,7 +13,7 @@ from tpupipe.errors import UsageError
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LEASE = re.compile(r"(\d{6,})\.json")
-_CHECKPOINT = re.compile(r"(\d{10,})-(\d{6,})")
+_CHECKPOINT = re.compile(r"(\d{10,})-(\d{6,})(?:-(\d{4,}))?")
 _EVENTS = re.compile(r"(\d{6,})-(\d{6,})\.jsonl")
 
 
@@ -135,23 +135,27 @@ class RunPaths:
         """Error records of one unit's quarantined rows."""
         return f"{self.errors(stage)}/{_check_unit(unit)}.parquet"
 
+    def stacks(self, stage: str, name: str) -> str:
+        """Stacks of a worker that stalled."""
+        return f"{self.stage(stage)}/stalls/{check_name('dump', name)}.txt"
+
     # -- checkpoints -----------------------------------------------------------------------
 
     def checkpoints(self, stage: str) -> str:
         """Folder of a stage's checkpoints."""
         return f"{self.stage(stage)}/checkpoints"
 
-    def checkpoint(self, stage: str, *, step: int, epoch: int) -> str:
-        """Folder of the checkpoint at ``step`` written under lease ``epoch``."""
-        return f"{self.checkpoints(stage)}/{checkpoint_name(step, epoch)}"
+    def checkpoint(self, stage: str, *, step: int, epoch: int, restart: int = 0) -> str:
+        """Folder of the checkpoint at ``step``, written under lease ``epoch`` by start ``restart`` of the workers."""
+        return f"{self.checkpoints(stage)}/{checkpoint_name(step, epoch, restart)}"
 
     def checkpoint_arrays(self, stage: str, *, step: int, epoch: int, restart: int = 0) -> str:
-        """Folder below which Orbax writes; ``restart`` keeps what a dead start of the workers left apart."""
-        return f"{self.checkpoint(stage, step=step, epoch=epoch)}/arrays-{restart:04d}"
+        """Folder below which Orbax writes."""
+        return f"{self.checkpoint(stage, step=step, epoch=epoch, restart=restart)}/arrays"
 
-    def checkpoint_commit(self, stage: str, *, step: int, epoch: int) -> str:
+    def checkpoint_commit(self, stage: str, *, step: int, epoch: int, restart: int = 0) -> str:
         """The object that makes a checkpoint one."""
-        return f"{self.checkpoint(stage, step=step, epoch=epoch)}/COMMIT.json"
+        return f"{self.checkpoint(stage, step=step, epoch=epoch, restart=restart)}/COMMIT.json"
 
 
 def _check_unit(unit: str) -> str:
@@ -166,21 +170,24 @@ def _last(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-def checkpoint_name(step: int, epoch: int) -> str:
-    """Folder name of a checkpoint; sorts by step, then lease epoch.
+def checkpoint_name(step: int, epoch: int, restart: int = 0) -> str:
+    """Folder name of a checkpoint; sorts by step, then lease epoch, then start of the workers.
+
+    Each start of the workers under one lease has folders of its own, so what a dead one left never mixes with what
+    the next one saves at the same step.
 
     Raises:
-        UsageError: ``step`` or ``epoch`` is negative.
+        UsageError: A number is negative.
     """
-    if step < 0 or epoch < 0:
-        raise UsageError(f"step {step} and lease epoch {epoch} of a checkpoint must not be negative.", step=step)
-    return f"{step:010d}-{epoch:06d}"
+    if step < 0 or epoch < 0 or restart < 0:
+        raise UsageError(f"step {step}, lease epoch {epoch}, restart {restart}: must not be negative.", step=step)
+    return f"{step:010d}-{epoch:06d}" + (f"-{restart:04d}" if restart else "")
 
 
-def parse_checkpoint(name: str) -> tuple[int, int] | None:
-    """``(step, lease epoch)`` of a checkpoint's folder (its name or path), ``None`` for anything else."""
+def parse_checkpoint(name: str) -> tuple[int, int, int] | None:
+    """``(step, lease epoch, restart)`` of a checkpoint's folder (its name or path), ``None`` for anything else."""
     match = _CHECKPOINT.fullmatch(_last(name))
-    return (int(match[1]), int(match[2])) if match else None
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
 def parse_unit(name: str) -> str | None:

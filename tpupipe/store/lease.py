@@ -253,8 +253,9 @@ class Lease:
         self._clock = clock
         self._tick = tick
         self._fence = Fence(store, paths, epoch)
-        # A beat that takes as long as the lease lives is no beat: it has its own, shorter limits.
-        self._beat_store = store.with_limits(timeout_s=max(0.5, ttl_s / 4), attempts=3)
+        # A beat that takes as long as the lease lives is no beat: it has its own, shorter limits. Five attempts outlast
+        # the second in which Cloud Storage takes one write of an object: a release often follows right on a beat.
+        self._beat_store = store.with_limits(timeout_s=max(0.5, ttl_s / 4), attempts=5)
         self._beats = 0
         self._lost = ""
         self._beaten = tick()
@@ -362,7 +363,7 @@ def _held(standing: Standing, paths: RunPaths) -> RunHeldError:
     owner = standing.owner
     return RunHeldError(
         f"run {paths.root} is held by another driver: {standing.held_text}.",
-        hint=f"stop it (process {owner.pid} on {owner.host}), or take the run over; its commits are refused then",
+        hint=f"stop it (process {owner.pid} on {owner.host}), or take the run over with --take-over; its commits are refused then",
         run=paths.run,
         holder=asdict(owner),
         host=owner.host,

@@ -1,0 +1,109 @@
+"""A job small enough for tests, whose state remembers what it was fed: ``order[step]`` are the ids of that step."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+import tpupipe
+from tpupipe import Every, Infer, JsonLines, OnPreemption, Preprocess, Train
+
+
+class Params(BaseModel):
+    inputs: str
+    rows: int = 100
+    batch_size: int = 10
+    steps: int = 10
+    every: int = 5
+    shuffle: bool = False
+    break_at: str = ""
+    width: int = 8
+
+
+def keep_ids(batch: Any) -> Any:
+    return {"id": np.asarray(batch["id"], np.int32)}
+
+
+def failing_map(_: Any) -> Any:
+    raise ZeroDivisionError("the job's own mistake")
+
+
+class Model:
+    def __init__(self, steps: int, batch_size: int, width: int, broken: bool) -> None:
+        self.steps, self.batch_size, self.width, self.broken = steps, batch_size, width, broken
+
+    def init(self, key: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        return {
+            "params": {"w": jax.random.normal(key, (self.width, 4)), "b": jnp.zeros((self.width,))},
+            "order": jnp.full((self.steps, self.batch_size), -1, jnp.int32),
+            "step": jnp.zeros((), jnp.int32),
+        }
+
+    def step(self, state: Any, batch: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        if self.broken:
+            raise ZeroDivisionError("the job's own mistake")
+        x = jnp.sin(batch["id"].astype(jnp.float32))[:, None] * jnp.ones((1, self.width))
+
+        def loss(p: Any) -> Any:
+            return jnp.sum(jnp.where(batch["mask"], jnp.sum(jnp.tanh(x @ p["w"]), axis=1) - 1.0, 0.0) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.01 * g, state["params"], gradients)
+        order = state["order"].at[state["step"]].set(jnp.where(batch["mask"], batch["id"], -1))
+        slices = int(os.environ.get("MEGASCALE_NUM_SLICES", "1"))
+        metrics = {"loss": value, "first_id": batch["id"][0], "slices": jnp.asarray(slices)}
+        return {"params": params, "order": order, "step": state["step"] + 1}, metrics
+
+    def apply(self, params: Any, batch: Any) -> Any:
+        import jax.numpy as jnp
+
+        return {"id": batch["id"], "score": batch["id"] * 2.0 + 0.0 * jnp.sum(params["w"])}
+
+
+def no_rows(_: Any) -> Any:
+    return {"id": np.empty((0,), np.int32)}
+
+
+def model(cfg: Params) -> Model:
+    return Model(cfg.steps, cfg.batch_size, cfg.width, cfg.break_at == "step")
+
+
+def build(cfg: Params) -> tpupipe.Job:
+    lm = model(cfg)
+    return tpupipe.Job(
+        "small",
+        [
+            Preprocess(
+                "ids",
+                source=JsonLines(cfg.inputs, unit_bytes=300),
+                map=failing_map if cfg.break_at == "map" else keep_ids,
+                chunk_rows=8,
+            ),
+            Train(
+                "fit",
+                data="ids",
+                init=lm.init,
+                step=lm.step,
+                batch_size=cfg.batch_size,
+                steps=cfg.steps,
+                shuffle=cfg.shuffle,
+                batch_axes=("data",) if cfg.batch_size % 8 == 0 else (),
+                mesh={"data": -1},
+                checkpoint=[Every(steps=cfg.every, keep=3), OnPreemption()],
+            ),
+            Infer("scores", data=JsonLines(cfg.inputs, unit_bytes=300), map=keep_ids, params="fit", apply=lm.apply),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    tpupipe.main(build)

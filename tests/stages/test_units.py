@@ -1,0 +1,190 @@
+"""Units on a real store: which are pending, how one is committed, what a manifest says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+
+from tpupipe.data.chunks import Manifest, decode_unit
+from tpupipe.data.sources import Unit
+from tpupipe.errors import FencedError, RunChangedError, StageError, StoreDeniedError
+from tpupipe.faults.points import arm
+from tpupipe.stages.units import (
+    UnitTarget,
+    check_reused,
+    commit_unit,
+    read_all_committed,
+    read_committed,
+    split_pending,
+    write_manifest,
+)
+
+STAGE = "tokens"
+
+
+def unit(number: int, fingerprint: str = "") -> Unit:
+    return Unit(id=f"{number:06d}-ab12cd34", parts=(), fingerprint=fingerprint or f"input-{number}")
+
+
+def table(*values: int) -> pa.Table:
+    return pa.table({"x": pa.array(values, pa.int64())})
+
+
+@pytest.fixture
+def target(run) -> UnitTarget:
+    return UnitTarget(run.store, run.paths, STAGE, run.lease.fence, 2, "", "code-1", "1")
+
+
+def commit(target, number, *values, fingerprint=""):
+    return commit_unit(target, unit(number, fingerprint), number, table(*values), rows_in=len(values) + 1)
+
+
+def test_nothing_committed_is_all_pending(run):
+    """Every unit, in order."""
+    units = [unit(n) for n in range(3)]
+    assert split_pending(run, STAGE, units) == (units, {})
+
+
+def test_committed_units_are_not_pending(run, target):
+    """Two of four are committed: the other two are pending, in input order; what is not of this input is ignored."""
+    units = [unit(n) for n in range(4)]
+    commit(target, 2, 1)
+    commit(target, 0, 1)
+    commit(target, 9, 1)
+    run.store.create(f"{run.paths.units(STAGE)}/README", b"foreign")
+    pending, present = split_pending(run, STAGE, units)
+    assert pending == [units[1], units[3]]
+    assert sorted(present) == [units[0].id, units[2].id]
+    assert split_pending(run, "tokens-2", units)[0] == units
+
+
+def test_a_listing_error_is_not_all_pending(run):
+    """Refused is refused."""
+
+    class Refuses:
+        def list(self, prefix):
+            raise StoreDeniedError(f"list {prefix}: 403.", operation="list")
+
+    run.store = Refuses()
+    with pytest.raises(StoreDeniedError):
+        split_pending(run, STAGE, [unit(0)])
+
+
+def test_a_commit_is_one_object_that_describes_itself(run, target):
+    """Rows, chunks, fingerprints, lease epoch and sample are in the footer; the rows are the rows."""
+    done = commit(target, 3, 10, 11, 12)
+    footer = done.footer
+    assert (footer.unit, footer.rows, footer.chunks, footer.rows_in) == (unit(3).id, 3, (2, 1), 4)
+    assert (footer.input_fingerprint, footer.code_fingerprint, footer.sample) == ("input-3", "code-1", "1")
+    assert footer.lease_epoch == run.lease.epoch
+    name = run.paths.unit(STAGE, unit(3).id)
+    data = run.store.read(name)
+    assert decode_unit(data)["x"].to_pylist() == [10, 11, 12]
+    again = read_committed(run.store, run.store.info(name))
+    assert (again.footer, again.schema, again.size_bytes) == (footer, done.schema, len(data))
+    assert read_all_committed(run.store, [run.store.info(name)] * 3) == [again] * 3
+
+
+def test_a_unit_committed_twice_counts_once(run, target):
+    """A faster try of the same task won: its object stays, its footer is given back."""
+    first = commit(target, 3, 10, 11)
+    second = commit(target, 3, 10, 11)
+    assert second.footer == first.footer
+    assert [i.name for i in run.store.list(run.paths.units(STAGE))] == [run.paths.unit(STAGE, unit(3).id)]
+
+
+@pytest.mark.parametrize("change", ["input", "parameters"])
+def test_an_existing_unit_made_from_something_else_is_refused(run, target, change):
+    """Other input, or other parameters: StageError that says which, and the object is untouched."""
+    commit(target, 3, 10, 11)
+    name = run.paths.unit(STAGE, unit(3).id)
+    before = run.store.read(name)
+    other = replace(target, params_fingerprint="p2") if change == "parameters" else target
+    with pytest.raises(StageError, match=f"other {change}") as caught:
+        commit(other, 3, 99, fingerprint="changed" if change == "input" else "")
+    assert caught.value.data["unit"] == unit(3).id
+    assert run.store.read(name) == before
+
+
+def test_a_zombie_commits_nothing(run, target):
+    """Another driver took the run over: FencedError, no object."""
+    run.store.create(run.paths.lease(run.lease.epoch + 1), b"{}")
+    with pytest.raises(FencedError):
+        commit(target, 3, 10)
+    assert not run.store.exists(run.paths.unit(STAGE, unit(3).id))
+
+
+def test_a_kill_between_commit_and_word_of_it_neither_loses_nor_doubles(run, target):
+    """The error strikes after the object exists: on the next try the unit is not pending."""
+
+    class KilledError(Exception):
+        pass
+
+    def strike(name, _):
+        if name == "unit.after_commit":
+            raise KilledError
+
+    arm(strike)
+    try:
+        with pytest.raises(KilledError):
+            commit(target, 0, 1, 2)
+    finally:
+        arm(None)
+    pending, present = split_pending(run, STAGE, [unit(0), unit(1)])
+    assert pending == [unit(1)]
+    assert list(present) == [unit(0).id]
+
+
+def test_reused_units_must_come_from_the_same_input(target):
+    """Same fingerprints pass; a changed input or parameter stops the run with the hint of another --run."""
+    reused = [commit(target, n, n) for n in range(3)]
+    units = [unit(n) for n in range(3)]
+    check_reused(STAGE, units, reused, "")
+    with pytest.raises(RunChangedError, match="other input") as caught:
+        check_reused(STAGE, [units[0], unit(1, "changed"), units[2]], reused, "")
+    assert caught.value.exit_status == 2
+    assert "--run" in caught.value.hint
+    with pytest.raises(RunChangedError, match="other parameters"):
+        check_reused(STAGE, units, reused, "p2")
+
+
+def test_a_manifest_lists_every_unit_once_in_input_order(run, target):
+    """Whatever order they were committed in; rows, chunks and fingerprints add up."""
+    units = [unit(n) for n in range(4)]
+    done = [commit(target, n, *range(n)) for n in (2, 0, 3, 1)]
+    manifest = write_manifest(run, STAGE, units, done, {"code": "code-1"})
+    stored = Manifest.from_json(run.store.read(run.paths.manifest(STAGE)))
+    assert [u.unit for u in stored.units] == [u.id for u in units]
+    assert [u.rows for u in stored.units] == [0, 1, 2, 3]
+    assert stored.chunk_rows.tolist() == [1, 2, 2, 1]
+    assert stored.fingerprints["code"] == "code-1"
+    assert stored.rows == manifest.rows == 6
+
+
+def test_a_missing_unit_makes_no_manifest(run, target):
+    """Three of four: StageError that names the first missing one, and the stage is not complete."""
+    done = [commit(target, n, n) for n in (0, 1, 3)]
+    with pytest.raises(StageError, match=f"1 of 4 units are not committed, {unit(2).id} first"):
+        write_manifest(run, STAGE, [unit(n) for n in range(4)], done, {})
+    assert not run.store.exists(run.paths.manifest(STAGE))
+
+
+def test_a_stage_is_completed_once(run, target):
+    """A second manifest is refused, and the first stays."""
+    done = [commit(target, 0, 1)]
+    write_manifest(run, STAGE, [unit(0)], done, {})
+    before = run.store.read(run.paths.manifest(STAGE))
+    with pytest.raises(StageError, match="manifest already"):
+        write_manifest(run, STAGE, [unit(0)], done, {"other": "1"})
+    assert run.store.read(run.paths.manifest(STAGE)) == before
+
+
+def test_a_zombie_completes_nothing(run, target):
+    """The lease is checked before the manifest."""
+    done = [commit(target, 0, 1)]
+    run.store.create(run.paths.lease(run.lease.epoch + 1), b"{}")
+    with pytest.raises(FencedError):
+        write_manifest(run, STAGE, [unit(0)], done, {})
+    assert not run.store.exists(run.paths.manifest(STAGE))

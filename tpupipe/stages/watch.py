@@ -1,0 +1,145 @@
+"""What the training workers of one start report: booked, told, and kept for the decision that follows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpupipe.errors import TpupipeError
+from tpupipe.job import Train
+from tpupipe.ledger.events import Seconds
+from tpupipe.stages.base import StageRun, tell_fault, told_errors
+
+
+@dataclass
+class Ending:
+    """What one start of the workers reported. Filled from their events while it runs."""
+
+    trained: dict[str, Any] | None = None
+    stopped: dict[str, Any] | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    step: int | None = None
+
+    def known_errors(self) -> list[TpupipeError]:
+        """Errors of our own tree among those reported."""
+        return told_errors(self.errors)
+
+    def reached(self, step: int) -> None:
+        """Notes that ``step`` steps were done."""
+        self.step = max(step, self.step or 0)
+
+
+@dataclass
+class Recovery:
+    """Since when, and from which step, the stage is recovering from a failure.
+
+    Args:
+        since_s: When the failure was seen, seconds since 1970.
+        step: Steps that were done then, as far as they were reported.
+    """
+
+    since_s: float
+    step: int | None
+
+
+class TrainWatch:
+    """Books what the workers of one start report: seconds, log lines, and how it ended."""
+
+    def __init__(self, stage: Train, run: StageRun, seconds: Seconds, recovery: Recovery | None) -> None:
+        self.stage = stage
+        self.run = run
+        self.ending = Ending()
+        self.failed_s: float | None = None
+        self._seconds = seconds
+        self._recovery = recovery
+
+    def look(self) -> None:
+        """Takes what was reported since the last look."""
+        for record in self.run.absorb(self.stage.name):
+            self._take(record)
+
+    def tell(self, kind: str, message: str, level: int = logging.INFO, **facts: Any) -> None:
+        """Keeps and tells an event of this stage."""
+        self.run.log.emit(kind, f"{self.stage.name}: {message}", level=level, stage=self.stage.name, **facts)
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        book = getattr(self, f"_on_{record['kind']}", None)
+        if book is not None:  # other kinds are for the event log only
+            book(record)
+
+    def _on_starting(self, record: Mapping[str, Any]) -> None:
+        self._seconds.add("starting", record["seconds"])
+
+    def _on_compiling(self, record: Mapping[str, Any]) -> None:
+        self._seconds.add("compiling", record["seconds"] + record["init_seconds"])
+        self.tell("compiled", f"compiled in {record['seconds']:.1f} s")
+
+    def _on_working(self, record: Mapping[str, Any]) -> None:
+        self._seconds.add("working", record["seconds"])
+        self._seconds.add("saving", record["saving_s"])
+
+    def _on_at(self, record: Mapping[str, Any]) -> None:
+        self.ending.reached(record["step"])
+
+    def _on_checkpoint(self, record: Mapping[str, Any]) -> None:
+        size, seconds = human_bytes(record["size_bytes"]), record["seconds"]
+        message = f"checkpoint of step {record['step']} committed ({size}, durable after {seconds:.2f} s)"
+        self.tell("saved", message, step=record["step"])
+
+    def _on_problem(self, record: Mapping[str, Any]) -> None:
+        self.tell("problem", record["what"], logging.WARNING)
+
+    def _on_stalled(self, record: Mapping[str, Any]) -> None:
+        self.failed_s = self.failed_s or record["time_s"]
+        self.ending.errors.append({**record, "error": None})
+        self.tell("stall", record["what"], logging.WARNING, uri=record["uri"])
+
+    def _on_fault(self, record: Mapping[str, Any]) -> None:
+        self.failed_s = record["time_s"]
+        tell_fault(self.run, self.stage.name, record)
+        if str(record.get("step", "")).isdigit():
+            self.ending.reached(int(record["step"]))
+
+    def _on_trained(self, record: Mapping[str, Any]) -> None:
+        self.ending.trained = dict(record)
+
+    def _on_stopped(self, record: Mapping[str, Any]) -> None:
+        self.ending.stopped = dict(record)
+
+    def _on_worker_error(self, record: Mapping[str, Any]) -> None:
+        self.failed_s = self.failed_s or record["time_s"]
+        self.ending.errors.append(dict(record))
+
+    def _on_restored(self, record: Mapping[str, Any]) -> None:
+        step, before = record["step"], self._recovery.step if self._recovery else None
+        lost = "" if before is None else f"; {max(0, before - step)} step(s) were lost and are done again"
+        self.tell("restored", f"restored step {step} in {record['seconds']:.1f} s{lost}", step=step)
+
+    def _on_metrics(self, record: Mapping[str, Any]) -> None:
+        self.ending.reached(record["step"])
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in record["metrics"].items())
+        self.tell(
+            "progress",
+            f"step {record['step']}/{record['of']}  {shown}  {record['rows_per_s']:.0f} rows/s",
+            step=record["step"],
+        )
+        if self._recovery is not None:
+            took = record["time_s"] - self._recovery.since_s
+            self._recovery = None
+            self.tell("recovered", f"first new step {took:.1f} s after the failure", seconds=took)
+
+
+def human_bytes(size_bytes: int) -> str:
+    """``1.3 MB``: bytes to read.
+
+    >>> human_bytes(312), human_bytes(1_340_000)
+    ('312 B', '1.3 MB')
+    """
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
