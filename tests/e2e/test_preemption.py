@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def drain_first_host(address: str) -> None:
 
 
 def test_a_notice_saves_and_the_run_goes_on_on_another_slice(
-    two_slices: World, make_runner: Callable[[str], Runner], undisturbed: RunResult, tmp_path: Path
+    two_slices: World, undisturbed: RunResult, tmp_path: Path
 ) -> None:
     """Notice at step 3 of 10: the step after it is saved although none was due, no step is lost, the answer is the same."""
     runner = Runner(two_slices, tmp_path, "preempted-")

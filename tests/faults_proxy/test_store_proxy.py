@@ -18,12 +18,13 @@ import requests
 from tpupipe.errors import (
     ClusterError,
     ObjectExistsError,
+    RunHeldError,
     StoreDeniedError,
     StoreTimeoutError,
     StoreUnavailableError,
     UsageError,
 )
-from tpupipe.faults.store_proxy import StoreProxy, store_proxy
+from tpupipe.faults.store_proxy import store_proxy
 from tpupipe.faults.store_requests import CONTROL_PATH
 from tpupipe.local.server import embedded_store
 from tpupipe.store.layout import RunPaths
@@ -141,6 +142,19 @@ def test_a_lease_given_back_right_after_a_beat_is_given_back(store, proxy):
     assert read_standing(store, paths).released
 
 
+def test_a_stale_listing_does_not_hide_an_owner(store, proxy):
+    """The lease of a driver that started a moment ago is not listed yet: the second driver is refused all the same."""
+    proxy.set("stale-list@list,seconds=600")
+    paths = RunPaths("lm", "a")
+    with acquire(store, paths, Owner.here()) as lease:
+        assert list(store.list()) == [store.info("there")]
+        with pytest.raises(RunHeldError):
+            acquire(store, paths, Owner.here())
+        lease.check()
+    with acquire(store, paths, Owner.here()) as lease:
+        assert lease.epoch == 2
+
+
 # -- outages, broken transfers, stale listings -------------------------------------------------------
 
 
@@ -208,11 +222,10 @@ def test_a_spoiled_answer_is_a_success_that_is_spoiled(store, proxy):
     assert fired(proxy, "truncate@read,times=1") == 1
 
 
-def test_a_stale_listing_misses_what_is_new(store, proxy):
+def test_a_stale_listing_misses_what_is_new(store, good, proxy):
     """Listings lack objects created a moment ago, and folders of nothing else; reading them works."""
-    store.create("old/x", b"")
-    proxy.set("stale-list@list,seconds=2")
-    time.sleep(2.1)  # the proxy's clock is the one of its process
+    good.create("old/x", b"")
+    proxy.set("stale-list@list,seconds=600")
     store.create("old/y", b"y")
     store.create("new/z", b"z")
     assert [info.name for info in store.list()] == ["old/x", "there"]
@@ -224,13 +237,14 @@ def test_a_stale_listing_misses_what_is_new(store, proxy):
 
 def test_latency_delays_what_it_is_limited_to(store, proxy):
     """Reads of one name wait, others do not."""
-    proxy.set(("latency@read,seconds=0.3,name=there", "503@create,times=1"))
-    started = time.monotonic()
+    proxy.set("latency@read,seconds=0.5,name=there")
+    before = fired(proxy, "latency@read,seconds=0.5,name=there")
     store.create("a", b"")
     assert store.read("a") == b""
-    between = time.monotonic()
+    assert fired(proxy, "latency@read,seconds=0.5,name=there") == before
+    started = time.monotonic()
     store.info("there")
-    assert time.monotonic() - between >= 0.3 > 0.2 + between - started - 0.5
+    assert time.monotonic() - started >= 0.5
 
 
 # -- gcsfs, pyarrow, google-cloud-storage and TensorStore --------------------------------------------
@@ -345,7 +359,7 @@ def test_tensorstore_names_the_object_that_it_gave_up_on(clients):
     """Gone for longer than its retries: an error with the object's name."""
     results, hits = clients
     assert "tensorstore-gone/zarr.json" in results["tensorstore-gone"]
-    assert hits["tensorstore-gone"] == 3
+    assert hits["tensorstore-gone"] >= 3  # curl repeats by itself what meets a connection that it had kept
 
 
 def test_uploads_in_parts_come_through_the_proxy(store, good, proxy):
@@ -470,7 +484,6 @@ def test_a_store_that_is_gone_is_told_apart(tmp_path):
         answer = session.get(f"{proxy.endpoint}/storage/v1/b", timeout=10)
         assert answer.status_code == 502
         assert "http://127.0.0.1:9 does not answer" in answer.text
-        assert isinstance(proxy, StoreProxy)
 
 
 def test_a_typo_on_the_command_line_ends_with_the_kinds():

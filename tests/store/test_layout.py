@@ -30,8 +30,10 @@ GOLDEN = [
     (PATHS.unit("tokens", "000012-ab12"), "lm/run-1/stages/tokens/units/000012-ab12.parquet"),
     (PATHS.unit_errors("tokens", "000012-ab12"), "lm/run-1/stages/tokens/errors/000012-ab12.parquet"),
     (PATHS.checkpoint("train", step=20, epoch=2), CHECKPOINT),
-    (PATHS.checkpoint_arrays("train", step=20, epoch=2), f"{CHECKPOINT}/arrays-0000"),
+    (PATHS.checkpoint_arrays("train", step=20, epoch=2), f"{CHECKPOINT}/arrays"),
     (PATHS.checkpoint_commit("train", step=20, epoch=2), f"{CHECKPOINT}/COMMIT.json"),
+    (PATHS.checkpoint_arrays("train", step=20, epoch=2, restart=3), f"{CHECKPOINT}-0003/arrays"),
+    (PATHS.stacks("train", "rank-0"), "lm/run-1/stages/train/stalls/rank-0.txt"),
 ]
 
 
@@ -47,13 +49,17 @@ def test_every_name_is_an_object_name_of_its_run():
         assert check_object_name(name).startswith(PATHS.root)
 
 
-@given(numbers, numbers, numbers, numbers)
-def test_checkpoints_sort_by_step_then_epoch(step, epoch, other_step, other_epoch):
-    """Names read back to what they were made of; within ten digits they sort like (step, epoch)."""
-    name = checkpoint_name(step, epoch)
-    assert parse_checkpoint(name) == (step, epoch) == parse_checkpoint(f"x/checkpoints/{name}/")
-    if max(step, other_step) < 10**10 and max(epoch, other_epoch) < 10**6:
-        assert (name < checkpoint_name(other_step, other_epoch)) == ((step, epoch) < (other_step, other_epoch))
+@given(*[st.tuples(st.integers(0, 10**10 - 1), st.integers(0, 10**6 - 1), st.integers(0, 9999))] * 2)
+def test_checkpoints_sort_by_step_then_epoch_then_restart(one, other):
+    """While the numbers have their usual digits, names sort like (step, epoch, restart)."""
+    assert (checkpoint_name(*one) < checkpoint_name(*other)) == (one < other)
+
+
+@given(numbers, numbers, numbers)
+def test_checkpoint_names_read_back(step, epoch, restart):
+    """Names give back what they were made of, however long the numbers are."""
+    name = checkpoint_name(step, epoch, restart)
+    assert parse_checkpoint(name) == (step, epoch, restart) == parse_checkpoint(f"x/checkpoints/{name}/")
 
 
 @given(numbers, numbers)

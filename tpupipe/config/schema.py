@@ -47,7 +47,7 @@ class StoreConfig(_Section):
     embedded: bool = False
     root: str = Field(default=".tpupipe", min_length=1)
     timeout_s: Seconds = 60.0
-    attempts: int = Field(default=5, ge=1, le=20)
+    attempts: int = Field(default=8, ge=1, le=20)
 
     @field_validator("uri")
     @classmethod

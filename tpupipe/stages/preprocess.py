@@ -146,7 +146,9 @@ def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending:
     )
     positions = {unit.id: index for index, unit in enumerate(units)}
     items = [{"unit": pickle.dumps(unit), "index": positions[unit.id]} for unit in pending]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(task, **_task_options(run, stage.name))
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
+        task, **_task_options(run, stage.name, len(items))
+    )
     done: list[Committed] = []
     told = time.monotonic()
     for row in _rows(dataset, run, stage.name):
@@ -160,7 +162,7 @@ def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending:
     return done
 
 
-def _task_options(run: StageRun, stage: str) -> dict[str, Any]:
+def _task_options(run: StageRun, stage: str, tasks: int) -> dict[str, Any]:
     """How many units are at work at a time.
 
     On a faked slice, by default as many as this machine has CPUs, for its logical ones are not real.
@@ -169,7 +171,7 @@ def _task_options(run: StageRun, stage: str) -> dict[str, Any]:
     if at_a_time is None and run.config.cluster.kind == "fake":
         at_a_time = max(2, os.cpu_count() or 2)
     return {
-        "compute": ray.data.TaskPoolStrategy(size=at_a_time),
+        "compute": ray.data.TaskPoolStrategy(size=None if at_a_time is None else min(at_a_time, tasks)),
         "num_cpus": 1,
     }
 
@@ -230,7 +232,8 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
     )
     with seconds.measured("working"):
         rows = ray.data.from_items([{"unit": pickle.dumps(u)} for u in units], override_num_blocks=len(units)).flat_map(
-            _ReadUnit(stage.source, run.input_options, run.coordinator), **_task_options(run, stage.name)
+            _ReadUnit(stage.source, run.input_options, run.coordinator),
+            **_task_options(run, stage.name, len(units)),
         )
         with user_code("dataset", stage.name):
             transformed = stage.dataset(rows)
@@ -243,7 +246,7 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
             _WriteBlock(target, inputs),
             batch_size=None,
             batch_format="pyarrow",
-            **_task_options(run, stage.name),
+            **_task_options(run, stage.name, len(units)),
         )
         committed = []
         read: dict[str, int] = {}  # by unit: a task that Ray runs again reads its rows again

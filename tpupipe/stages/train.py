@@ -44,7 +44,7 @@ from tpupipe.stages.watch import Ending, Recovery, TrainWatch
 
 POLL_S = 0.1
 LOG_EVERY_S = 5.0
-SAVE_TIMEOUT_S = 600.0
+SAVE_TIMEOUT_FACTOR = 10.0  # a save is many operations, each bounded by store.timeout_s
 
 # Read by Ray Train in the driver, when a trainer is made. Ray's defaults notice a dead worker after 2 s and wait 30 s
 # for the others to say goodbye to a process that is gone.
@@ -175,7 +175,13 @@ def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[st
     return TrainPlan(
         stage=stage,
         target=SaveTarget(
-            run.store, run.paths, stage.name, run.lease.fence, restart, policy.keep, timeout_s=SAVE_TIMEOUT_S
+            run.store,
+            run.paths,
+            stage.name,
+            run.lease.fence,
+            restart,
+            policy.keep,
+            timeout_s=SAVE_TIMEOUT_FACTOR * run.config.store.timeout_s,
         ),
         policy=policy,
         start=Restorable(selection.folder, selection.commit) if selection.commit else None,

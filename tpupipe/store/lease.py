@@ -110,6 +110,14 @@ def read_standing(store: Store, paths: RunPaths) -> Standing | None:
         epoch = parse_lease(info.name)
         if epoch is not None and (newest is None or epoch > newest[0]):
             newest = epoch, info
+    # Epochs follow one another and are never deleted. Looking for the next one by its name is cheap, and sees what a
+    # listing that lags behind does not show.
+    while True:
+        following = 1 if newest is None else newest[0] + 1
+        try:
+            newest = following, store.info(paths.lease(following))
+        except ObjectNotFoundError:
+            break
     if newest is None:
         return None
     epoch, info = newest
