@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tpupipe
+from tpupipe.cli_checkpoints import checkpoints_app
+from tpupipe.cli_common import console, errors
 from tpupipe.config import Config, environment
 from tpupipe.errors import ClusterError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
@@ -35,6 +38,7 @@ app = typer.Typer(
 )
 cluster_app = typer.Typer(help="Keep a faked slice warm on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(checkpoints_app, name="checkpoints")
 
 ConfigFiles = Annotated[
     list[Path], typer.Option("-c", "--config", help="YAML file; may be repeated, later files over earlier.")
@@ -90,7 +94,7 @@ def run_command(
     take_over: TakeOver = False,
 ) -> None:
     """Run a job, or resume it, to the end."""
-    with _errors(as_json):
+    with _run_errors(as_json):
         _run(load_build(job), config, overrides, name, as_json, faults, allow_change, take_over)
 
 
@@ -108,7 +112,7 @@ def job_main(build: Build) -> None:
         allow_change: AllowChange = False,
         take_over: TakeOver = False,
     ) -> None:
-        with _errors(as_json):
+        with _run_errors(as_json):
             refuse_early_jax("the job's module")
             _run(build, config, overrides, name, as_json, faults, allow_change, take_over)
 
@@ -133,7 +137,7 @@ def _run(
     if as_json:
         typer.echo(result.to_json())
     else:
-        print_result(result, _console())
+        print_result(result, console())
 
 
 def _logs(config: Config) -> None:
@@ -149,12 +153,7 @@ def _ship_by_value(build: Build) -> None:
         ship_by_value(module)
 
 
-def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=160)  # a log has no width of its own
-
-
-def print_result(result: RunResult, console: Console) -> None:
+def print_result(result: RunResult, screen: Console) -> None:
     """The final table, and where the outputs are."""
     table = Table(title=f"{result.job} / {result.run}: {result.status}", title_justify="left")
     for heading in ("stage", "status", "done", "resumed from", "rows in", "rows out", "seconds", "result"):
@@ -171,9 +170,9 @@ def print_result(result: RunResult, console: Console) -> None:
             f"{seconds:.1f}" if seconds else "",
             _facts(stage),
         )
-    console.print(table)
-    console.print("  ".join(f"{kind} {value:.1f} s" for kind, value in result.seconds.items()), highlight=False)
-    console.print(f"outputs: {result.run_uri}", highlight=False, soft_wrap=True)
+    screen.print(table)
+    screen.print("  ".join(f"{kind} {value:.1f} s" for kind, value in result.seconds.items()))
+    screen.print(f"outputs: {result.run_uri}", soft_wrap=True)
 
 
 def _facts(stage: Any) -> str:
@@ -186,29 +185,18 @@ def _facts(stage: Any) -> str:
 
 
 @contextmanager
-def _errors(as_json: bool) -> Iterator[None]:
-    """Turns an error into its message on stderr and its exit status, and its result on stdout for ``--json``."""
-    try:
-        yield
-    except TpupipeError as error:
-        result = error.data.get("result")
-        if as_json:
-            failed = {
-                "status": "failed",
-                "error": error.message,
-                "error_kind": type(error).__name__,
-                "exit_status": error.exit_status,
-            }
-            typer.echo(result.to_json() if isinstance(result, RunResult) else json.dumps(failed))
-        elif isinstance(result, RunResult):
-            print_result(result, _console(stderr=True))
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        raise typer.Exit(error.exit_status) from error
-    except KeyboardInterrupt as error:
-        if as_json:
-            typer.echo(json.dumps({"status": "interrupted", "error": "interrupted", "exit_status": 130}))
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from error
+def _run_errors(as_json: bool) -> Iterator[None]:
+    """As ``errors``; a failed attempt's result is shown like a successful one's."""
+    with errors(as_json=as_json):
+        try:
+            yield
+        except TpupipeError as error:
+            result = error.data.get("result")
+            if isinstance(result, RunResult):
+                error.data["report"] = asdict(result)
+                if not as_json:
+                    print_result(result, console(stderr=True))
+            raise
 
 
 # -- cluster ------------------------------------------------------------------------------------
@@ -227,7 +215,7 @@ def cluster_up_command(config: ConfigFiles, overrides: Overrides = None) -> None
     from tpupipe.cluster.fake import FakeClusterSpec
     from tpupipe.config import load_config
 
-    with _errors(as_json=False):
+    with errors(as_json=False):
         loaded = load_config(config, overrides or ())
         spec = loaded.cluster.slice_spec()
         if loaded.cluster.kind != "fake" or spec is None:
@@ -249,7 +237,7 @@ def cluster_down_command(root: Root = None) -> None:
     """Stop the warm faked slice."""
     from tpupipe.cluster.connect import cluster_down
 
-    with _errors(as_json=False):
+    with errors(as_json=False):
         typer.echo("stopped" if cluster_down(_root(root)) else "no faked cluster was up", err=True)
 
 
@@ -258,7 +246,7 @@ def cluster_status_command(root: Root = None) -> None:
     """Print the warm faked slice as JSON; exit status 1 if there is none."""
     from tpupipe.cluster.connect import describe, warm_cluster
 
-    with _errors(as_json=False):
+    with errors(as_json=False):
         state = warm_cluster(_root(root))
         if state is None:
             raise ClusterError(

@@ -20,6 +20,7 @@ from tpupipe.errors import InterruptedRunError, StageError, TpupipeError
 from tpupipe.faults.inject import Injection
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import arm, point
+from tpupipe.hardware.slices import SliceSpec
 from tpupipe.identity import Identity, identify, settle_identity
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.ledger.events import EventLog
@@ -103,7 +104,7 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
     options = options or RunOptions()
     env = environment()
     check_before_anything(job, config)
-    with StopRequest().on_signals() as stop, _endpoint(config, env) as endpoint:
+    with StopRequest().on_signals() as stop, endpoint_of(config, env) as endpoint:
         store = open_store(
             config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s, attempts=config.store.attempts
         )
@@ -229,14 +230,14 @@ class Attempt:
             self.starting_s = time.monotonic() - began
             if cluster.dashboard:
                 self._say(f"Ray dashboard: {cluster.dashboard}")
-            with self._reserved() as reservation:
+            with self._reserved(cluster.declared) as reservation:
                 point("run.reserved", hosts=len(reservation.hosts) if reservation else 0)
                 try:
                     self._run_stages(identity, cluster, reservation)
                 finally:
                     self.waiting_s = reservation.waited_s if reservation else 0.0
 
-    def _reserved(self) -> Any:
+    def _reserved(self, declared: Sequence[SliceSpec] | None) -> Any:
         from tpupipe.cluster.reservation import Reservation
 
         cluster = self.config.cluster
@@ -248,7 +249,7 @@ class Attempt:
             timeout_s=cluster.timeout_s,
             name=f"tpupipe/{self.job.name}/{self.paths.run}",
             say=self._say,
-            fixed=cluster.kind == "fake",
+            declared=declared,
         )
 
     def _run_stages(self, identity: Identity, cluster: Any, reservation: Any) -> None:
@@ -348,7 +349,7 @@ def input_options(endpoint: str | None) -> Mapping[str, Any]:
 
 
 @contextlib.contextmanager
-def _endpoint(config: Config, env: Environment) -> Iterator[str | None]:
+def endpoint_of(config: Config, env: Environment) -> Iterator[str | None]:
     """The emulated Cloud Storage to use: the embedded one, that of the environment, or none."""
     if config.store.embedded:
         with embedded_store(local_root(config, env)) as endpoint:

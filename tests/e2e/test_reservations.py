@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from tests.e2e.harness import Runner, World
+from tests.e2e.harness import SLICES, Runner, World
 from tpupipe.cluster.connect import connected
 from tpupipe.cluster.reservation import Reservation, check_slice, held_groups, slice_states
 from tpupipe.config import ClusterConfig
@@ -80,7 +80,7 @@ def test_an_absent_topology_ends_with_what_is_wanted_and_available(world: World)
 def test_a_cluster_that_cannot_grow_says_so_at_once(world: World) -> None:
     """On a faked slice there is nothing to wait for."""
     with driver(world), pytest.raises(ReservationError, match="cannot grow"):
-        Reservation(SliceSpec("v6e", "4x4"), timeout_s=60, name="t", say=print, fixed=True).acquire()
+        Reservation(SliceSpec("v6e", "4x4"), timeout_s=60, name="t", say=print, declared=SLICES).acquire()
 
 
 def test_a_busy_slice_names_its_holder(world: World) -> None:

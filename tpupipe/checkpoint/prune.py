@@ -75,9 +75,14 @@ def prune(store: Store, paths: RunPaths, stage: str, keep: int, verified: set[st
     verified = set() if verified is None else verified
     gone = superfluous([_looked_at(store, each, verified) for each in judged], keep)
     for found in gone:
-        store.delete(f"{found.folder}/{COMMIT_NAME}")
-        store.delete_prefix(found.folder)
+        remove(store, found)
     return gone
+
+
+def remove(store: Store, found: Found) -> None:
+    """Deletes one checkpoint. The record goes first: half-deleted is uncommitted."""
+    store.delete(f"{found.folder}/{COMMIT_NAME}")
+    store.delete_prefix(found.folder)
 
 
 def _looked_at(store: Store, judged: Judged, verified: set[str]) -> Judged:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.errors import CheckpointError, NoIntactCheckpointError, ObjectNotFoundError
 from tpupipe.store.layout import RunPaths, parse_checkpoint
-from tpupipe.store.objects import ObjectInfo, Store
+from tpupipe.store.objects import ObjectInfo, Store, crc32c_of
 
 COMMIT_NAME = "COMMIT.json"
 # A restore is preceded by reading the whole checkpoint and recomputing its checksums, up to this size. Above it the
@@ -99,7 +99,13 @@ def read_commit(store: Store, found: Found) -> Commit:
         CheckpointError: The record is not readable as one, or belongs to another checkpoint.
     """
     name = f"{found.folder}/{COMMIT_NAME}"
-    commit = Commit.from_json(store.read(name), store.uri(name))
+    listed = found.objects[COMMIT_NAME]
+    # By range: a whole read refuses content that differs from the store's checksum as a broken transfer, and here that
+    # is damage to be told from an outage.
+    content = store.read(name, 0, listed.size)
+    if listed.crc32c is not None and crc32c_of(content) != listed.crc32c:
+        raise CheckpointError(f"{store.uri(name)} does not have the content that was written.", uri=store.uri(name))
+    commit = Commit.from_json(content, store.uri(name))
     if (commit.step, commit.lease_epoch) != (found.step, found.lease_epoch):
         raise CheckpointError(f"{store.uri(name)} is the record of step {commit.step}, epoch {commit.lease_epoch}.")
     return commit
@@ -112,7 +118,8 @@ def problems(store: Store, found: Found, commit: Commit, *, deep: bool) -> Itera
         store: Where it is.
         found: Its listing.
         commit: Its record.
-        deep: Read every object and recompute its checksum, rather than trust the store's.
+        deep: Also compute the checksum of the content where the store only repeats what was once written (``file://``
+            and emulators; the real Cloud Storage vouches for its own).
     """
     for wanted in commit.objects:
         info = found.objects.get(wanted.name)

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ import ray
 from tpupipe.cluster.fake import FakeClusterSpec, FakeClusterState
 from tpupipe.config import ClusterConfig
 from tpupipe.errors import ClusterError
+from tpupipe.hardware.slices import SliceSpec
 from tpupipe.local.guard import Child, guarded, running
 
 START_TIMEOUT_S = 120.0
@@ -41,13 +42,13 @@ class Cluster:
         address: ``host:port`` of Ray's control service.
         dashboard: URL of the dashboard and job server, or empty.
         started: Whether this run started it (and stops it).
-        raylets: Faked hosts only: ``"<slice name>/<worker id>"`` to the raylet's process id.
+        declared: Slices that a faked cluster has when none of its hosts is down; ``None`` for others, which may grow.
     """
 
     address: str
     dashboard: str
     started: bool
-    raylets: Mapping[str, int] = field(default_factory=dict)
+    declared: tuple[SliceSpec, ...] | None = None
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def connected(
             address=ray.get_runtime_context().gcs_address,
             dashboard=dashboard,
             started=started,
-            raylets=state.hosts if state else {},
+            declared=tuple(SliceSpec(**s) for s in state.spec["slices"]) if state else None,
         )
 
 

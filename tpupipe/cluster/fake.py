@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tpupipe.hardware.slices import SliceSpec
 # address, which would open the faked slice to the network. Elsewhere Ray stays on 127.0.0.1 by itself.
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None
 HEAD_CPUS = 4
+REPLACE_AFTER_S = 2.0
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 
 
@@ -114,20 +116,24 @@ def hosts_of(spec: SliceSpec, first_slice: int = 0) -> list[FakeHost]:
     return hosts
 
 
-def serve(spec: FakeClusterSpec, state_file: Path) -> None:
-    """Starts the hosts, writes the state file, and stops them when SIGTERM or SIGINT comes."""
-    # The raylets pick their workers' interpreter from PATH for submitted jobs; without our own
-    # first, `ray job submit`'s `python` would be one that has no Ray.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment().path}"
-    os.environ["RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS"] = "1"
-    from ray.cluster_utils import Cluster
+class _Server:
+    """Starts the hosts, keeps them up as a node pool does, stops them."""
 
-    # cluster_utils notes its address below this folder and does not make it.
-    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
-    session = Path(tempfile.mkdtemp(prefix="tpupipe-"))
-    cluster = Cluster(shutdown_at_exit=True)
-    try:
-        head = cluster.add_node(
+    def __init__(self, spec: FakeClusterSpec, state_file: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        # cluster_utils notes its address below this folder and does not make it.
+        Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
+        self._spec = spec
+        self._state_file = state_file
+        self._session = Path(tempfile.mkdtemp(prefix="tpupipe-"))
+        self._cluster = Cluster(shutdown_at_exit=True)
+        self._dashboard = ""
+        self._nodes: dict[str, tuple[FakeHost, Any]] = {}
+
+    def start(self) -> None:
+        """Starts the head and all hosts, and tells once they are up."""
+        head = self._cluster.add_node(
             num_cpus=HEAD_CPUS,
             include_dashboard=True,
             dashboard_host="127.0.0.1",
@@ -135,50 +141,81 @@ def serve(spec: FakeClusterSpec, state_file: Path) -> None:
             dashboard_agent_listen_port=0,  # the default is one fixed port a machine
             node_ip_address=LOOPBACK,
             object_store_memory=OBJECT_STORE_BYTES,
-            temp_dir=str(session),
+            temp_dir=str(self._session),
         )
-        pids = {}
+        self._dashboard = f"http://{head.webui_url}" if head.webui_url else ""
         first: dict[tuple[str, str], int] = {}
-        for wanted in spec.slices:
+        for wanted in self._spec.slices:
             key = (wanted.generation, wanted.topology)
             for host in hosts_of(wanted, first.get(key, 0)):
-                node = cluster.add_node(
-                    wait=False,
-                    num_cpus=spec.cpus_per_host,
-                    node_ip_address=LOOPBACK,
-                    resources=host.resources,
-                    labels=host.labels,
-                    env_vars=host.environment,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    temp_dir=str(session),
-                )
-                pids[f"{host.slice_name}/{host.worker_id}"] = _raylet_pid(node)
+                self._add(host)
             first[key] = first.get(key, 0) + wanted.slices
-        cluster.wait_for_nodes()
-        state = FakeClusterState(
-            address=cluster.address,
-            dashboard=f"http://{head.webui_url}" if head.webui_url else "",
-            pid=os.getpid(),
-            hosts=pids,
-            spec=json.loads(spec.to_json()),
+        self._cluster.wait_for_nodes()
+        self._tell()
+
+    def keep(self) -> None:
+        """Replaces hosts whose raylet died, as a node pool replaces a lost VM. Ends only by a signal."""
+        while True:
+            time.sleep(REPLACE_AFTER_S)  # a signal ends it: its handler raises
+            lost = [(host, node) for host, node in self._nodes.values() if _raylet(node).poll() is not None]
+            for host, node in lost:
+                self._cluster.remove_node(node, allow_graceful=False)
+                self._add(host)
+            if lost:
+                self._tell()
+
+    def stop(self) -> None:
+        """Stops everything."""
+        self._state_file.unlink(missing_ok=True)
+        # Not gracefully: there is nothing to drain, the workers end with their raylet, and Linux ends the raylets
+        # with this process even if it is killed here.
+        for node in reversed(self._cluster.list_all_nodes()):
+            self._cluster.remove_node(node, allow_graceful=False)
+        shutil.rmtree(self._session, ignore_errors=True)
+
+    def _add(self, host: FakeHost) -> None:
+        node = self._cluster.add_node(
+            wait=False,
+            num_cpus=self._spec.cpus_per_host,
+            node_ip_address=LOOPBACK,
+            resources=host.resources,
+            labels=host.labels,
+            env_vars=host.environment,
+            object_store_memory=OBJECT_STORE_BYTES,
+            temp_dir=str(self._session),
         )
-        # After the last add_node: each one installs Ray's own handler, which drains that one host for 30 s.
+        self._nodes[f"{host.slice_name}/{host.worker_id}"] = (host, node)
+        # Each add_node installs Ray's own handler, which drains that one host for 30 s.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _raise_stop)
-        draft = state_file.with_suffix(".draft")
+
+    def _tell(self) -> None:
+        state = FakeClusterState(
+            address=self._cluster.address,
+            dashboard=self._dashboard,
+            pid=os.getpid(),
+            hosts={name: _raylet(node).pid for name, (_, node) in self._nodes.items()},
+            spec=json.loads(self._spec.to_json()),
+        )
+        draft = self._state_file.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(state)))
-        draft.replace(state_file)  # readers see all of it or nothing
-        while True:
-            signal.pause()
+        draft.replace(self._state_file)  # readers see all of it or nothing
+
+
+def serve(spec: FakeClusterSpec, state_file: Path) -> None:
+    """Starts the hosts, writes the state file, replaces lost hosts, stops when SIGTERM or SIGINT comes."""
+    # The raylets pick their workers' interpreter from PATH for submitted jobs; without our own
+    # first, `ray job submit`'s `python` would be one that has no Ray.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment().path}"
+    os.environ["RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS"] = "1"
+    server = _Server(spec, state_file)
+    try:
+        server.start()
+        server.keep()
     except _Stop:
         pass
     finally:
-        state_file.unlink(missing_ok=True)
-        # Not gracefully: there is nothing to drain, the workers end with their raylet, and Linux ends the raylets
-        # with this process even if it is killed here.
-        for node in reversed(cluster.list_all_nodes()):
-            cluster.remove_node(node, allow_graceful=False)
-        shutil.rmtree(session, ignore_errors=True)
+        server.stop()
 
 
 class _Stop(BaseException):
@@ -189,9 +226,9 @@ def _raise_stop(*_: object) -> None:
     raise _Stop
 
 
-def _raylet_pid(node: Any) -> int:
-    processes = node.all_processes["raylet"]
-    return int(processes[0].process.pid)
+def _raylet(node: Any) -> Any:
+    """The raylet's process (``subprocess.Popen``)."""
+    return node.all_processes["raylet"][0].process
 
 
 def _go_on_in_the_background(log: Path) -> None:

@@ -7,6 +7,7 @@ the all-or-nothing over several slices and the way back.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from tpupipe.hardware.slices import SliceSpec
 
 PROGRESS_EVERY_S = 5.0
 RELEASE_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,18 @@ class Reservation:
         timeout_s: Seconds until all slices must be held, however many they are.
         name: Shown in Ray's placement group table.
         say: Takes progress lines.
-        fixed: The cluster cannot grow, so a slice that is not there is an error at once.
+        declared: All slices that there can be, where the cluster cannot grow: then asking for more is an error at
+            once. (A slice that has lost a host comes back: that is waited for.)
     """
 
     def __init__(
-        self, spec: SliceSpec, *, timeout_s: float, name: str, say: Callable[[str], None], fixed: bool = False
+        self,
+        spec: SliceSpec,
+        *,
+        timeout_s: float,
+        name: str,
+        say: Callable[[str], None],
+        declared: Sequence[SliceSpec] | None = None,
     ) -> None:
         self.spec = spec
         self.waited_s = 0.0
@@ -95,7 +104,7 @@ class Reservation:
         self._timeout_s = timeout_s
         self._name = name
         self._say = say
-        self._fixed = fixed
+        self._declared = declared
         self._handles: list[tpu.SlicePlacementGroup] = []
 
     def __enter__(self) -> Self:
@@ -117,9 +126,9 @@ class Reservation:
         if self._handles:
             return
         began = time.monotonic()
-        if self._fixed and len(slices := present_slices(self.spec)) < self.spec.slices:
+        if self._declared is not None and (there := declared_slices(self._declared, self.spec)) < self.spec.slices:
             raise ReservationError(
-                f"Wanted {self.spec}; the cluster has {len(slices)} such slice(s) and cannot grow. {describe_slices()}",
+                f"Wanted {self.spec}; the cluster has {there} such slice(s) and cannot grow. {describe_slices()}",
                 hint="Change cluster.generation, topology or slices, or start a cluster that has them.",
                 wanted=str(self.spec),
                 available=slice_states(),
@@ -206,9 +215,9 @@ class Reservation:
         return [{"ray.io/node-id": host.node_id} for host in self.hosts]
 
     def lost_hosts(self) -> list[Host]:
-        """Hosts that are dead now."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return [host for host in self.hosts if host.node_id not in alive]
+        """Hosts that are dead now: by Ray's table, or because their raylet does not answer (the table lags by seconds)."""
+        ports = {node["NodeID"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
+        return [host for host in self.hosts if host.node_id not in ports or not _answers(host, ports[host.node_id])]
 
     def renew(self, reason: str) -> None:
         """Gives the slices back and takes new ones, after a host was lost.
@@ -239,6 +248,14 @@ class Reservation:
                         hint="It ends with this driver at the latest.",
                     )
                 time.sleep(0.02)
+
+
+def _answers(host: Host, port: int) -> bool:
+    try:
+        with socket.create_connection((host.address, port), timeout=PROBE_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
 
 
 def _group(handle: tpu.SlicePlacementGroup) -> PlacementGroup:
@@ -286,10 +303,13 @@ def slice_states() -> list[dict[str, Any]]:
     return sorted(slices.values(), key=lambda s: str(s["name"]))
 
 
-def present_slices(spec: SliceSpec) -> list[dict[str, Any]]:
-    """Whole slices in the cluster of that generation and topology, busy or not."""
-    whole = {"topology": spec.topology, "pod_type": spec.pod_type, "hosts": spec.hosts_per_slice}
-    return [s for s in slice_states() if all(s[key] == value for key, value in whole.items())]
+def declared_slices(declared: Sequence[SliceSpec], wanted: SliceSpec) -> int:
+    """How many of the declared slices are of the wanted kind; pure."""
+
+    def kind(spec: SliceSpec) -> tuple[str, str, int]:
+        return spec.generation, spec.topology, spec.chips_per_host
+
+    return sum(spec.slices for spec in declared if kind(spec) == kind(wanted))
 
 
 def describe_slices() -> str:

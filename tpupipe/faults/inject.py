@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tpupipe.errors import TpupipeError
@@ -16,6 +17,19 @@ from tpupipe.faults.points import arm
 
 class InjectedError(TpupipeError, RuntimeError):
     """Raised by the ``raise`` action."""
+
+
+def _raylet_of_this_worker() -> int:
+    """Process id of the raylet that started this worker: its parent.
+
+    Raises:
+        InjectedError: The parent is something else (the point was passed outside of a worker).
+    """
+    parent = os.getppid()
+    name = Path(f"/proc/{parent}/comm").read_text().strip()
+    if name != "raylet":
+        raise InjectedError(f"kill-host works in a Ray worker only; this process was started by {name!r}.")
+    return parent
 
 
 class Injection:
@@ -60,6 +74,9 @@ class Injection:
             case Action.KILL_DRIVER:
                 self._kill_driver()
                 threading.Event().wait()  # the driver's end ends this process
+            case Action.KILL_HOST:
+                os.kill(_raylet_of_this_worker(), signal.SIGKILL)
+                threading.Event().wait()  # the worker ends with its host
             case Action.RAISE:
                 raise InjectedError(f"Injected by fault {fault.text!r}.")
             case Action.HANG:

@@ -22,6 +22,7 @@ class Action(StrEnum):
 
     KILL_WORKER = "kill-worker"  # SIGKILL to the process that passes the point
     KILL_DRIVER = "kill-driver"  # SIGKILL to the driver
+    KILL_HOST = "kill-host"  # SIGKILL to the raylet of the host that passes the point, and so to all on it
     RAISE = "raise"  # an exception, as if the job's own code had raised it
     HANG = "hang"  # the process stops making progress
     SLOW = "slow"  # a pause of `seconds`

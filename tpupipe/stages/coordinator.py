@@ -204,7 +204,8 @@ class CoordinatorHandle:
             .options(
                 num_cpus=0,
                 max_concurrency=16,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+                # Not soft: a soft affinity is no more than a hint, and on a TPU host it would be lost with it.
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             )
             .remote()
         )

@@ -126,15 +126,7 @@ class InferWorker:
     def run(self, unit: Unit, index: int) -> UnitDone:
         """Does one unit, up to its commit."""
         plan = self._plan
-        watchdog = Watchdog(
-            plan.stall_timeout_s,
-            f"unit {unit.id}",
-            store=plan.target.store,
-            paths=plan.target.paths,
-            stage=plan.stage.name,
-            coordinator=plan.coordinator,
-            unit=unit.id,
-        )
+        watchdog = Watchdog(plan.stall_timeout_s, f"unit {unit.id}", plan.target, plan.coordinator, unit=unit.id)
         with reported(plan.coordinator, unit=unit.id), watchdog.watching():
             return self._run(unit, index)
 

@@ -61,15 +61,7 @@ class UnitTask:
         """Reads, maps and commits the unit of one row of the dataset of units."""
         unit, index = pickle.loads(row["unit"]), row["index"]  # noqa: S301 - made by the driver
         arm_worker(self.faults, self.coordinator, stage=self.target.stage)
-        watchdog = Watchdog(
-            self.stall_timeout_s,
-            f"unit {unit.id}",
-            store=self.target.store,
-            paths=self.target.paths,
-            stage=self.target.stage,
-            coordinator=self.coordinator,
-            unit=unit.id,
-        )
+        watchdog = Watchdog(self.stall_timeout_s, f"unit {unit.id}", self.target, self.coordinator, unit=unit.id)
         with reported(self.coordinator, unit=unit.id), watchdog.watching():
             self._begin(unit)
             table = read_unit(self.source, unit, storage_options=self.input_options)

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from tpupipe.errors import StoreError
 from tpupipe.ledger.events import event
@@ -25,35 +25,34 @@ STALL_TIMEOUT_S = 600.0
 EXIT_STATUS = 70
 
 
+class Place(Protocol):
+    """What a unit's or a checkpoint's target says of where it belongs."""
+
+    @property
+    def store(self) -> Store: ...  # noqa: D102 - see UnitTarget and SaveTarget
+
+    @property
+    def paths(self) -> RunPaths: ...  # noqa: D102
+
+    @property
+    def stage(self) -> str: ...  # noqa: D102
+
+
 class Watchdog:
     """Ends this process when ``beat`` is not called for ``timeout_s``.
 
     Args:
         timeout_s: Seconds without progress.
         what: What is being done, for the message.
-        store: Where the stacks are put.
-        paths: The run.
-        stage: The stage.
+        place: Where the stacks are put.
         coordinator: Who is told.
         facts: Added to the event (``rank``, ``unit``).
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        what: str,
-        *,
-        store: Store,
-        paths: RunPaths,
-        stage: str,
-        coordinator: CoordinatorHandle,
-        **facts: Any,
-    ) -> None:
+    def __init__(self, timeout_s: float, what: str, place: Place, coordinator: CoordinatorHandle, **facts: Any) -> None:
         self._timeout_s = timeout_s
         self._what = what
-        self._store = store
-        self._paths = paths
-        self._stage = stage
+        self._place = place
         self._coordinator = coordinator
         self._facts = facts
         self._last = time.monotonic()
@@ -82,14 +81,15 @@ class Watchdog:
                 self._end(silent_s)
 
     def _end(self, silent_s: float) -> None:
-        name = self._paths.stacks(self._stage, f"{int(time.time())}-{os.getpid()}")
+        place = self._place
+        name = place.paths.stacks(place.stage, f"{int(time.time())}-{os.getpid()}")
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read()
         try:
-            self._store.create(name, stacks)
-            uri = self._store.uri(name)
+            place.store.create(name, stacks)
+            uri = place.store.uri(name)
         except StoreError as error:
             uri = f"(not kept: {error.message})"
         what = (

@@ -150,15 +150,7 @@ def _train(plan: TrainPlan) -> None:
     with user_code("step", stage.name):
         step = _compile(stage, abstract, context.abstract_batch(), replicated)
     context.tell(event("compiling", seconds=time.monotonic() - compiling, init_seconds=compiling - began))
-    watchdog = Watchdog(
-        plan.stall_timeout_s,
-        f"rank {context.rank}",
-        store=plan.target.store,
-        paths=plan.target.paths,
-        stage=stage.name,
-        coordinator=plan.coordinator,
-        rank=context.rank,
-    )
+    watchdog = Watchdog(plan.stall_timeout_s, f"rank {context.rank}", plan.target, plan.coordinator, rank=context.rank)
     with watchdog.watching():
         _loop(plan, context, state, step, watchdog)
 

@@ -10,6 +10,7 @@ from typing import Any
 from tpupipe.errors import TpupipeError
 from tpupipe.job import Train
 from tpupipe.ledger.events import Seconds
+from tpupipe.ledger.text import human_bytes
 from tpupipe.stages.base import StageRun, tell_fault, told_errors
 
 
@@ -129,17 +130,3 @@ class TrainWatch:
             took = record["time_s"] - self._recovery.since_s
             self._recovery = None
             self.tell("recovered", f"first new step {took:.1f} s after the failure", seconds=took)
-
-
-def human_bytes(size_bytes: int) -> str:
-    """``1.3 MB``: bytes to read.
-
-    >>> human_bytes(312), human_bytes(1_340_000)
-    ('312 B', '1.3 MB')
-    """
-    size = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

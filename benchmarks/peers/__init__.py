@@ -1,0 +1,1 @@
+"""What tpupipe is measured against."""
