@@ -219,6 +219,17 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "
     return found
 
 
+def check_identity(store: Store, paths: RunPaths, identity: Identity, *, allow_change: bool) -> None:
+    """Refuses a run that exists and is another one. Writes nothing.
+
+    Raises:
+        RunChangedError: It exists, something differs, and ``allow_change`` is false.
+        DataError: Its record is damaged.
+    """
+    if store.exists(paths.identity):
+        _differing(store, paths, identity, allow_change)
+
+
 def settle_identity(store: Store, paths: RunPaths, identity: Identity, *, allow_change: bool) -> bool:
     """Creates the run's record, or compares with it.
 
@@ -233,14 +244,24 @@ def settle_identity(store: Store, paths: RunPaths, identity: Identity, *, allow_
 
     Raises:
         RunChangedError: The run exists, and something differs.
+        DataError: Its record is damaged.
     """
     record = {"format": FORMAT, "created_s": time.time(), "identity": canonical(asdict(identity))}
     try:
         store.create(paths.identity, json.dumps(record, indent=1).encode())
     except ObjectExistsError:
-        pass
-    else:
-        return False
+        differing, changes = _differing(store, paths, identity, allow_change)
+        if differing:
+            changed = {**record, "changes": differing}
+            store.create(paths.change(changes + 1), json.dumps(changed, indent=1).encode())
+        return True
+    return False
+
+
+def _differing(
+    store: Store, paths: RunPaths, identity: Identity, allow_change: bool
+) -> tuple[dict[str, list[Any]], int]:
+    """What differs from the run's newest record, and how many changes were recorded before."""
     changes = sorted(store.list(paths.changes + "/"), key=lambda info: info.name)
     latest = changes[-1].name if changes else paths.identity
     try:
@@ -251,10 +272,8 @@ def settle_identity(store: Store, paths: RunPaths, identity: Identity, *, allow_
             hint="It says what the run is; without it nothing can be compared. Restore it, or use another --run.",
             uri=store.uri(latest),
         ) from error
-    differing = differences(then, record["identity"])  # type: ignore[arg-type]
-    if not differing:
-        return True
-    if not allow_change:
+    differing = differences(then, canonical(asdict(identity)))
+    if differing and not allow_change:
         shown = "\n".join(f"  {path}: was {was!r}, is {now!r}" for path, (was, now) in differing.items())
         raise RunChangedError(
             f"Run {paths.run!r} of job {paths.job!r} exists, and this is not the same:\n{shown}",
@@ -262,6 +281,4 @@ def settle_identity(store: Store, paths: RunPaths, identity: Identity, *, allow_
             run=paths.run,
             changes=differing,
         )
-    changed = {**record, "changes": differing}
-    store.create(paths.change(len(changes) + 1), json.dumps(changed, indent=1).encode())
-    return True
+    return differing, len(changes)

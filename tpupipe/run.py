@@ -21,7 +21,7 @@ from tpupipe.faults.inject import Injection
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import arm, point
 from tpupipe.hardware.slices import SliceSpec
-from tpupipe.identity import Identity, identify, settle_identity
+from tpupipe.identity import Identity, check_identity, identify, settle_identity
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.ledger.events import EventLog
 from tpupipe.local.server import embedded_store
@@ -112,6 +112,7 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
         with process_variables(worker_environment):
             identity = identify(job, config, input_options=input_options(endpoint))
             paths = RunPaths(job.name, options.name or identity.default_run)
+            check_identity(store, paths, identity, allow_change=options.allow_change)
             with _lease(store, paths, options) as lease, EventLog(store, paths, lease.epoch) as log:
                 attempt = Attempt(
                     job=job,

@@ -133,10 +133,10 @@ class Runner:
         order: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
         return order
 
-    def scores(self, run_name: str) -> dict[str, list[Any]]:
+    def outputs(self, run_name: str, stage: str) -> dict[str, list[Any]]:
         """The inference output, read as anybody would: one Parquet data set."""
         import pyarrow.dataset as ds
         from pyarrow.fs import LocalFileSystem
 
-        folder = self.world.root / "gcs" / "tests" / "runs" / self.paths(run_name).units("scores")
+        folder = self.world.root / "gcs" / "tests" / "runs" / self.paths(run_name).units(stage)
         return ds.dataset(str(folder), format="parquet", filesystem=LocalFileSystem()).to_table().to_pydict()

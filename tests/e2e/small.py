@@ -21,6 +21,7 @@ class Params(BaseModel):
     shuffle: bool = False
     break_at: str = ""
     width: int = 8
+    with_empty: bool = False
 
 
 def keep_ids(batch: Any) -> Any:
@@ -79,12 +80,14 @@ def model(cfg: Params) -> Model:
 
 def build(cfg: Params) -> tpupipe.Job:
     lm = model(cfg)
+    source = JsonLines(cfg.inputs, unit_bytes=300)
+    nothing = Infer("nothing", data=source, map=no_rows, params="fit", apply=lm.apply)
     return tpupipe.Job(
         "small",
         [
             Preprocess(
                 "ids",
-                source=JsonLines(cfg.inputs, unit_bytes=300),
+                source=source,
                 map=failing_map if cfg.break_at == "map" else keep_ids,
                 chunk_rows=8,
             ),
@@ -100,7 +103,8 @@ def build(cfg: Params) -> tpupipe.Job:
                 mesh={"data": -1},
                 checkpoint=[Every(steps=cfg.every, keep=3), OnPreemption()],
             ),
-            Infer("scores", data=JsonLines(cfg.inputs, unit_bytes=300), map=keep_ids, params="fit", apply=lm.apply),
+            Infer("scores", data=source, map=keep_ids, params="fit", apply=lm.apply),
+            *([nothing] if cfg.with_empty else []),
         ],
     )
 

@@ -16,7 +16,7 @@ def test_a_lost_host_costs_a_new_reservation_and_no_answer(runner: Runner, undis
     result = runner("a", faults=faults)
     for digest in ("params_digest", "sample_digest"):
         assert result.stages["fit"][digest] == undisturbed.stages["fit"][digest]
-    scores = runner.scores("a")
+    scores = runner.outputs("a", "scores")
     assert scores["id"] == list(range(100))
     kinds = [f["failure"]["kind"] for f in runner.events("a", "failure") if "failure" in f]
     assert kinds == ["host_failures"], "noticed as what it is, although Ray's table lags"

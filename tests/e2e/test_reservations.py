@@ -55,18 +55,18 @@ def test_a_slice_is_held_whole_named_and_given_back(world: World) -> None:
 
 
 def test_two_slices_asked_and_one_present_holds_nothing(world: World) -> None:
-    """REPORTS 20: all or nothing, on a cluster that might grow: the time-out is for the whole, nothing stays held."""
+    """ray#58629: all or nothing, on a cluster that might grow: the time-out is for the whole, nothing stays held."""
     with driver(world):
         began = time.monotonic()
         with pytest.raises(ReservationTimeoutError, match="slice 2 of 2"):
             Reservation(SliceSpec("v6e", "2x4", chips_per_vm=4, slices=2), timeout_s=15, name="t", say=print).acquire()
-        assert time.monotonic() - began < 25, "REPORTS 22: not one time-out per slice"
+        assert time.monotonic() - began < 25, "ray#62893: not one time-out per slice"
         assert free_chips() == 16
         assert held_groups() == []
 
 
 def test_an_absent_topology_ends_with_what_is_wanted_and_available(world: World) -> None:
-    """REPORTS 21: a time-out of 5 s ends in under 15 s and names both."""
+    """ray#60376: a time-out of 5 s ends in under 15 s and names both."""
     with driver(world):
         began = time.monotonic()
         with pytest.raises(ReservationTimeoutError) as error:
@@ -108,7 +108,7 @@ def test_a_topology_that_ray_does_not_know_is_refused_without_a_cluster() -> Non
 
 @pytest.mark.parametrize("where", ["map", "step"])
 def test_an_exception_of_the_job_gives_the_slice_back(runner: Runner, where: str) -> None:
-    """REPORTS 19: the function's own error and stage are named, the slice is free, and the next run starts."""
+    """ray-llm#51: the function's own error and stage are named, the slice is free, and the next run starts."""
     with pytest.raises(UserCodeError, match="the job's own mistake") as error:
         runner(where, job={"break_at": where})
     assert error.value.exit_status == 1
@@ -117,7 +117,7 @@ def test_an_exception_of_the_job_gives_the_slice_back(runner: Runner, where: str
 
 
 def test_stale_slice_variables_do_not_reach_the_workers(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """REPORTS 22: with MEGASCALE_NUM_SLICES=3 preset, the workers of a 2-slice run see 2."""
+    """ray#62893: with MEGASCALE_NUM_SLICES=3 preset, the workers of a 2-slice run see 2."""
     from tpupipe.cluster import connect
 
     monkeypatch.setitem(connect.WORKER_ENVIRONMENT, "MEGASCALE_NUM_SLICES", "3")

@@ -28,14 +28,14 @@ def test_an_undisturbed_run_feeds_every_row_in_order_and_scores_it_once(
     """100 ids, batch 10, 10 steps: step n is fed ids 10n to 10n+9, and each id is scored once, in input order."""
     runner = make_runner("reference-")
     assert runner.order("a") == ALL_IDS
-    scores = runner.scores("a")
+    scores = runner.outputs("a", "scores")
     assert scores["id"] == list(range(100))
     assert scores["score"] == [2.0 * i for i in range(100)]
     assert undisturbed.stages["fit"]["done"] == undisturbed.stages["fit"]["total"] == 10
 
 
 def test_a_killed_worker_resumes_at_the_exact_row(runner: Runner, undisturbed: RunResult) -> None:
-    """REPORTS 1: killed at step 6 with the last checkpoint at step 5, the resumed ids are exactly 50 to 99."""
+    """ray#37633: killed at step 6 with the last checkpoint at step 5, the resumed ids are exactly 50 to 99."""
     # Rank 1 waits before it dies, so that the save of step 5 is committed by then.
     result = runner("a", faults=("slow@train.step=6,rank=1,seconds=5", "kill-worker@train.step=6,rank=1"))
     same_answer(undisturbed, result)
@@ -47,7 +47,7 @@ def test_a_killed_worker_resumes_at_the_exact_row(runner: Runner, undisturbed: R
 
 
 def test_kills_around_a_save_leave_exactly_the_committed_files(runner: Runner, undisturbed: RunResult) -> None:
-    """REPORTS 6: killed between arrays and commit, then again in the restore: the commits list what is there."""
+    """ray#41700: killed between arrays and commit, then again in the restore: the commits list what is there."""
     faults = (
         "kill-worker@save.arrays_written=5,rank=0",
         "kill-worker@save.before_commit=10,rank=0",
@@ -65,7 +65,7 @@ def test_kills_around_a_save_leave_exactly_the_committed_files(runner: Runner, u
 
 
 def test_killed_drivers_lose_nothing(runner: Runner, undisturbed: RunResult) -> None:
-    """REPORTS 9 and promise 2: the driver is killed in preprocess, training and inference; the same command goes on."""
+    """ray#45516 and promise 2: the driver is killed in preprocess, training and inference; the same command goes on."""
     config = runner.folder / "world.yaml"
     config.write_text(runner.config({}).model_dump_json(exclude_none=True))  # JSON is YAML
     command = [sys.executable, "-m", "tests.e2e.small", "-c", str(config), "--run", runner.name + "a", "--json"]
@@ -87,7 +87,7 @@ def test_killed_drivers_lose_nothing(runner: Runner, undisturbed: RunResult) -> 
     result = runner("a")
     same_answer(undisturbed, result)
     assert runner.order("a") == ALL_IDS
-    scores = runner.scores("a")
+    scores = runner.outputs("a", "scores")
     assert scores["id"] == list(range(100))
     starts = [e["step"] for e in runner.events("a", "train_start")]
     assert starts[:2] == [0, 5]
@@ -95,21 +95,28 @@ def test_killed_drivers_lose_nothing(runner: Runner, undisturbed: RunResult) -> 
 
 
 def test_inference_workers_killed_around_the_commit_give_each_row_once(runner: Runner) -> None:
-    """REPORTS 23 and 24: 1,000 rows, killed before and after a commit; then run again: 1,000 rows, 1,000 unique."""
+    """ray#61012, ray#55043: 1,000 rows, killed before and after a commit; then run again: 1,000 rows, 1,000 unique.
+
+    ray#28505: a stage without rows succeeds with 0 rows and keeps its schema; running again touches nothing.
+    """
     faults = ("kill-worker@unit.before_commit=3,stage=scores", "kill-worker@unit.after_commit=5,stage=scores")
-    job = {"rows": 1000, "steps": 1, "every": 1}
+    job = {"rows": 1000, "steps": 1, "every": 1, "with_empty": True}
     result = runner("a", faults=faults, job=job)
     assert len(runner.events("a", "fault")) == 2
+    assert (result.stages["nothing"]["status"], result.stages["nothing"]["rows_out"]) == ("done", 0)
+    assert set(runner.outputs("a", "nothing")) == {"unit", "row", "id", "score"}
+    written = {i.name: i.generation for i in runner.store.list(runner.paths("a").root + "/stages/")}
     for _ in range(2):
-        scores = runner.scores("a")
+        scores = runner.outputs("a", "scores")
         assert scores["id"] == list(range(1000))
         assert len(set(zip(scores["unit"], scores["row"], strict=True))) == 1000
         again = runner("a", job=job)
         assert again.stages["scores"]["rows_out"] == result.stages["scores"]["rows_out"] == 1000
+    assert {i.name: i.generation for i in runner.store.list(runner.paths("a").root + "/stages/")} == written
 
 
 def test_another_number_of_hosts_goes_on_at_the_same_row(runner: Runner) -> None:
-    """REPORTS 4 and 15: saved by 2 hosts at row 40 of 100, finished by 1: rows 40 to 99 are fed once each."""
+    """maxtext#1760, orbax#648: saved by 2 hosts at row 40 of 100, finished by 1: rows 40 to 99 are fed once each."""
     job = {"every": 4}
     with pytest.raises(InterruptedRunError):
         interrupt_at(runner, "a", 4, job)
@@ -146,7 +153,7 @@ def interrupt_at(runner: Runner, name: str, step: int, job: dict[str, object]) -
 def test_sigterm_saves_and_a_damaged_newest_checkpoint_is_passed_over(runner: Runner, undisturbed: RunResult) -> None:
     """SIGTERM saves the step it interrupts; with that checkpoint damaged, the run goes on from the one before it.
 
-    REPORTS 11: nothing is deleted on the way, and the damage is told.
+    marin#8760: nothing is deleted on the way, and the damage is told.
     """
     job = {"every": 3}
     with pytest.raises(InterruptedRunError) as interrupted:
@@ -167,7 +174,7 @@ def test_sigterm_saves_and_a_damaged_newest_checkpoint_is_passed_over(runner: Ru
 
 
 def test_a_busy_machine_does_not_change_the_order(runner: Runner, undisturbed: RunResult) -> None:
-    """REPORTS 5: beside busy processes: the same sample digest and parameters as without."""
+    """ray#58658: beside busy processes: the same sample digest and parameters as without."""
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         busy = runner("a")
