@@ -25,7 +25,8 @@ demo: $(STAMP)  ## Train a language model on a faked slice, kill a worker in the
 	$(BIN)/tpupipe run jobs.stdlib_lm -c configs/local.yaml --run $(RUN) --fault "$(FAULT)"
 
 test: $(STAMP)  ## Run the tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2 --ignore=tests/e2e
+	$(BIN)/python -m pytest -q tests/e2e
 
 check: $(STAMP)  ## Lint, format check, types, import rules
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ from tpupipe.cli_common import console, errors
 from tpupipe.config import Config, environment
 from tpupipe.errors import ClusterError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
+from tpupipe.hardware.slices import SliceSpec
 from tpupipe.ledger.logs import set_up_logs
 from tpupipe.resolve import Build, load_build, refuse_early_jax, resolve
 from tpupipe.run import RunOptions, RunResult, base_folder, run
@@ -208,8 +209,14 @@ def _root(root: Path | None) -> Path:
     return (root or base_folder(environment()) / ".tpupipe").absolute()
 
 
-@cluster_app.command("up", epilog="Example: tpupipe cluster up -c configs/local.yaml")
-def cluster_up_command(config: ConfigFiles, overrides: Overrides = None) -> None:
+Added = Annotated[
+    list[str] | None,
+    typer.Option("--add", metavar="GENERATION:TOPOLOGY[:CHIPS]", help="One more slice, of any generation: v5e:2x2."),
+]
+
+
+@cluster_app.command("up", epilog="Example: tpupipe cluster up -c configs/local.yaml --add v6e:2x4:4 --add v5e:2x2")
+def cluster_up_command(config: ConfigFiles, overrides: Overrides = None, add: Added = None) -> None:
     """Start a faked slice that stays; runs on this machine then use it."""
     from tpupipe.cluster.connect import cluster_up, describe
     from tpupipe.cluster.fake import FakeClusterSpec
@@ -224,7 +231,7 @@ def cluster_up_command(config: ConfigFiles, overrides: Overrides = None) -> None
                 hint="-c configs/local.yaml, or --set cluster.kind=fake.",
             )
         state = cluster_up(
-            FakeClusterSpec((spec,), loaded.cluster.cpus_per_host),
+            FakeClusterSpec((spec, *map(SliceSpec.parse, add or ())), loaded.cluster.cpus_per_host),
             base_folder(environment()),
             loaded.store.root,
             lambda text: typer.echo(text, err=True),

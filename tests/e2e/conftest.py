@@ -10,13 +10,6 @@ from tests.e2e.harness import Runner, World
 from tpupipe.run import RunResult
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests that need the cluster go to one process, which has the one cluster; the others run beside it."""
-    for item in items:
-        if "e2e" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-
-
 @pytest.fixture(scope="session")
 def make_runner(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runner]:
     folder = tmp_path_factory.mktemp("inputs")

@@ -127,6 +127,22 @@ class SliceSpec:
         """What is known about one chip of this generation."""
         return generation_facts(self.generation)
 
+    @classmethod
+    def parse(cls, text: str) -> SliceSpec:
+        """Reads ``generation:topology[:chips per VM]``.
+
+        Raises:
+            SliceError: It is not of that form, or no such slice can exist.
+
+        >>> SliceSpec.parse("v6e:2x4:4").hosts, SliceSpec.parse("v5e:2x2").hosts
+        (2, 1)
+        """
+        generation, _, rest = text.partition(":")
+        topology, has_chips, chips = rest.partition(":")
+        if not topology or (has_chips and not chips.isdigit()):
+            raise SliceError(f"{text!r} is not a slice; allowed: generation:topology[:chips per VM].", hint="v6e:2x4:4")
+        return cls(generation, topology, int(chips) if has_chips else None)
+
     @property
     def dims(self) -> tuple[int, ...]:
         """Sides of one slice, in chips."""
