@@ -18,8 +18,9 @@ from tpupipe.checkpoint.inspect import (
     stage_names,
     view_stage,
 )
-from tpupipe.checkpoint.verify import COMMIT_NAME, Found, newest_intact
+from tpupipe.checkpoint.verify import Found, newest_intact
 from tpupipe.errors import NoIntactCheckpointError, StoreDeniedError, StoreUnavailableError, UsageError
+from tpupipe.store.layout import COMMIT_NAME
 from tpupipe.store.objects import ObjectInfo, crc32c_of
 
 STAGE = "lm"

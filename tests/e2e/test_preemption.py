@@ -12,12 +12,12 @@ import pytest
 import ray
 
 from tests.e2e.harness import Runner, World
-from tpupipe.checkpoint.verify import COMMIT_NAME
 from tpupipe.cluster.connect import cluster_down, cluster_up
 from tpupipe.cluster.fake import FakeClusterSpec
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.local.server import embedded_store
 from tpupipe.run import RunResult
+from tpupipe.store.layout import COMMIT_NAME
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def interrupt_at(runner: Runner, name: str, step: int, job: dict[str, object]) -
     import signal
     import threading
 
-    from tpupipe.checkpoint.verify import COMMIT_NAME
+    from tpupipe.store.layout import COMMIT_NAME
 
     def watch() -> None:
         found = runner.paths(name).checkpoints("fit") + "/"

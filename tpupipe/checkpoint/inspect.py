@@ -11,7 +11,6 @@ from typing import Any
 from tpupipe.checkpoint.commit import Commit, SavedObject
 from tpupipe.checkpoint.prune import Judged, superfluous
 from tpupipe.checkpoint.verify import (
-    COMMIT_NAME,
     DEEP_LIMIT_BYTES,
     Found,
     list_checkpoints,
@@ -19,7 +18,7 @@ from tpupipe.checkpoint.verify import (
     read_commit,
 )
 from tpupipe.errors import CheckpointError, ObjectNotFoundError
-from tpupipe.store.layout import RunPaths, parse_checkpoint
+from tpupipe.store.layout import COMMIT_NAME, RunPaths, parse_checkpoint
 from tpupipe.store.objects import Store
 
 _SLICE_BYTES = 8 << 20

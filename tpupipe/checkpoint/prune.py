@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tpupipe.checkpoint.verify import COMMIT_NAME, Found, list_checkpoints, problems, read_commit
+from tpupipe.checkpoint.verify import Found, list_checkpoints, problems, read_commit
 from tpupipe.errors import CheckpointError, UsageError
-from tpupipe.store.layout import RunPaths
+from tpupipe.store.layout import COMMIT_NAME, RunPaths
 from tpupipe.store.objects import Store
 
 

@@ -16,16 +16,13 @@ from typing import Any
 from tpupipe.checkpoint.commit import Commit, SavedObject
 from tpupipe.checkpoint.prune import prune
 from tpupipe.checkpoint.tree import checkpointer, leaves_of, save_args
-from tpupipe.checkpoint.verify import COMMIT_NAME
 from tpupipe.errors import CheckpointSaveError, ObjectExistsError, StoreError, TpupipeError
 from tpupipe.faults.points import point
-from tpupipe.store.layout import RunPaths
+from tpupipe.store.layout import ARRAYS, COMMIT_NAME, RunPaths
 from tpupipe.store.lease import Fence
 from tpupipe.store.objects import Store
 
 logger = logging.getLogger("tpupipe")
-
-ARRAYS = "arrays"
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.errors import CheckpointError, NoIntactCheckpointError, ObjectNotFoundError
-from tpupipe.store.layout import RunPaths, parse_checkpoint
+from tpupipe.store.layout import COMMIT_NAME, RunPaths, parse_checkpoint
 from tpupipe.store.objects import ObjectInfo, Store, crc32c_of
 
-COMMIT_NAME = "COMMIT.json"
 # A restore is preceded by reading the whole checkpoint and recomputing its checksums, up to this size. Above it the
 # store's own checksums are compared: reading hundreds of gigabytes twice would cost more than it saves.
 DEEP_LIMIT_BYTES = 1 << 30

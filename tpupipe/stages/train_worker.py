@@ -18,7 +18,7 @@ from tpupipe.faults.points import point
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
 from tpupipe.stages.base import arm_worker, reported, user_code
-from tpupipe.stages.context import FedBatch, Restorable, StageContext
+from tpupipe.stages.context import Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
 from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
@@ -216,7 +216,7 @@ def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any
     told_step = done
     for batch in context.batches():
         point("train.step", step=batch.step)
-        state, metrics = _update(step_function, state, batch)
+        state, metrics = step_function(state, batch.arrays)
         done = batch.step + 1
         context.fed(batch)
         watchdog.beat()
@@ -251,10 +251,6 @@ def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any
         return
     digest = params_digest(stage.params(state))
     context.tell(event("trained", step=done, params_digest=digest, metrics=dict(last_fetched)))
-
-
-def _update(step_function: Any, state: Any, batch: FedBatch) -> Any:
-    return step_function(state, batch.arrays)
 
 
 def _fetch(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -17,6 +17,13 @@ _CHECKPOINT = re.compile(r"(\d{10,})-(\d{6,})(?:-(\d{4,}))?")
 _EVENTS = re.compile(r"(\d{6,})-(\d{6,})\.jsonl")
 
 
+ARRAYS = "arrays"
+"""Folder of Orbax's files in a checkpoint's folder."""
+
+COMMIT_NAME = "COMMIT.json"
+"""Name of the commit record in a checkpoint's folder."""
+
+
 def check_name(kind: str, value: str) -> str:
     """Gives ``value`` back when it is a valid job, run or stage name.
 
@@ -151,11 +158,11 @@ class RunPaths:
 
     def checkpoint_arrays(self, stage: str, *, step: int, epoch: int, restart: int = 0) -> str:
         """Folder below which Orbax writes."""
-        return f"{self.checkpoint(stage, step=step, epoch=epoch, restart=restart)}/arrays"
+        return f"{self.checkpoint(stage, step=step, epoch=epoch, restart=restart)}/{ARRAYS}"
 
     def checkpoint_commit(self, stage: str, *, step: int, epoch: int, restart: int = 0) -> str:
         """The object that makes a checkpoint one."""
-        return f"{self.checkpoint(stage, step=step, epoch=epoch, restart=restart)}/COMMIT.json"
+        return f"{self.checkpoint(stage, step=step, epoch=epoch, restart=restart)}/{COMMIT_NAME}"
 
 
 def _check_unit(unit: str) -> str:
