@@ -194,6 +194,19 @@ def run_python(
         return outputs
 
 
+def last_json(output: str) -> dict[str, Any]:
+    """The last line of an output that is a JSON object; libraries may print after it.
+
+    Raises:
+        BenchmarkError: There is none.
+    """
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise BenchmarkError(f"No JSON object in the output:\n{output[-2000:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
 def _tail(log: Any) -> str:
     log.seek(0)
     return "\n".join(log.read().splitlines()[-25:])

@@ -18,12 +18,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from benchmarks.common import (
     SLICE,
@@ -33,20 +30,14 @@ from benchmarks.common import (
     Work,
     World,
     busy_share,
+    last_json,
     run_python,
     say,
     world,
 )
-from benchmarks.lm import DATA, JOB, STAGE
-from tpupipe.data.chunks import ChunkReader
-from tpupipe.data.stream import Stream
-from tpupipe.ledger.events import read_events
-from tpupipe.stages.finished import read_manifest
-from tpupipe.store.layout import RunPaths
-from tpupipe.store.objects import Store, open_store
+from benchmarks.ours import Inputs, run_job, stage_events, take_inputs
 
 OURS, PLAIN, BARE = "tpupipe", "plain_ray", "bare_loop"
-STORE_URI = "gs://bench/runs"
 ONE_RUN_TIMEOUT_S = 120.0
 TOTAL_TIMEOUT_S = {"quick": 115.0, "full": 350.0}
 STOP_MARGIN_S = 15.0
@@ -54,39 +45,10 @@ QUIET_SHARE = 0.2
 """With more of the cores in use by others, the numbers say more about them than about the contenders."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The rows that tpupipe was fed, in its order: what the two others train on.
-
-    Args:
-        batches: ``.npy`` of ``uint8[steps, B, seq_len + 1]``.
-        parquet: The same rows, one column ``tokens``.
-    """
-
-    batches: Path
-    parquet: Path
-
-
 def measure_ours(work: Work, place: World, name: str, timeout_s: float) -> tuple[Measured, dict[str, Any]]:
     """Runs the job as a user does; takes the times from the run's own events."""
-    sets = {
-        "store.uri": STORE_URI,
-        "sample": "10%",
-        f"stages.{STAGE}.checkpoint": f"{{steps: {work.save_every}, keep: 3}}",
-        **{
-            f"job.{key}": getattr(work, key)
-            for key in ("steps", "batch_size", "width", "layers", "heads", "seq_len", "seed")
-        },
-    }
-    overrides = [argument for key, value in sets.items() for argument in ("--set", f"{key}={value}")]
-    command = ["run", "benchmarks.lm", "-c", "configs/local.yaml", "--run", name, "--json", *overrides]
-    [output] = run_python(
-        [["-c", "from tpupipe.cli import app; app()", *command]],
-        timeout_s=timeout_s,
-        variables=[{"TPUPIPE_ROOT": str(place.base)}],
-    )
-    result = json.loads(output.splitlines()[-1])
-    events = [e for e in read_events(_store(place), RunPaths(JOB, name)) if e.get("stage") == STAGE]
+    result = run_job(work, place, name, timeout_s)
+    events = stage_events(place, name)
 
     def at(kind: str, step: int) -> dict[str, Any]:
         return next(e for e in events if e["kind"] == kind and e["step"] == step)
@@ -103,34 +65,12 @@ def measure_ours(work: Work, place: World, name: str, timeout_s: float) -> tuple
     return measured, result
 
 
-def _store(place: World) -> Store:
-    return open_store(STORE_URI, endpoint=place.endpoint)
-
-
-def take_inputs(work: Work, place: World, name: str) -> Inputs:
-    """Reads the rows back that a run of tpupipe was fed."""
-    store, paths = _store(place), RunPaths(JOB, name)
-    manifest = read_manifest(store, paths, DATA)
-    if manifest is None:
-        raise BenchmarkError(f"Run {name} has no prepared data.")
-    reader = ChunkReader(store, paths, manifest)
-    stream = Stream(manifest.chunk_rows, work.seed, work.batch_size, steps=work.steps)
-    indices = [stream.batch(step) for step in range(work.steps)]
-    batches = np.stack([reader.rows(index.chunk, index.row)["tokens"] for index in indices])
-    inputs = Inputs(place.base / "batches.npy", place.base / "rows.parquet")
-    np.save(inputs.batches, batches)
-    rows = batches.reshape(-1, batches.shape[-1])
-    column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-    pq.write_table(pa.table({"tokens": column}), inputs.parquet)
-    return inputs
-
-
 def measure_plain(work: Work, place: World, inputs: Inputs, name: str, timeout_s: float) -> Measured:
     """Plain Ray, on the same slice."""
     folder = place.base / f"plain-{name}"
     arguments = [work.to_json(), str(inputs.parquet), str(folder), place.address]
     [output] = run_python([["-m", "benchmarks.peers.plain_jax_trainer", *arguments]], timeout_s=timeout_s)
-    return Measured(**json.loads(output.splitlines()[-1]))
+    return Measured(**last_json(output))
 
 
 def measure_bare(work: Work, inputs: Inputs, timeout_s: float) -> Measured:
@@ -148,7 +88,7 @@ def measure_bare(work: Work, inputs: Inputs, timeout_s: float) -> Measured:
         "OMP_NUM_THREADS": "1",  # as Ray gives its workers
     }
     outputs = run_python(commands, timeout_s=timeout_s, variables=[variables] * SLICE.hosts)
-    return Measured(**json.loads(outputs[0].splitlines()[-1]))
+    return Measured(**last_json(outputs[0]))
 
 
 @dataclass(frozen=True)

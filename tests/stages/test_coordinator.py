@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,7 +110,7 @@ def test_a_process_that_is_a_step_behind_gets_the_same_answer():
 def test_an_old_start_is_turned_away():
     """A process of a start that is over gets an error, not a decision."""
     coordinator = _Coordinator()
-    coordinator.new_group(1)
+    coordinator.begin_group("b", ["plan"], 1, 0)
     with pytest.raises(StageError, match="Start 0"):
         ask(coordinator, 10)
     assert ask(coordinator, 10, restart=1) is not None
@@ -130,7 +132,7 @@ def test_digests_of_an_old_start_do_not_count():
     """What a dead start said about a step is no part of the next one's sum."""
     coordinator = _Coordinator()
     coordinator.add_digest(0, 20, 0, 5)
-    coordinator.new_group(1)
+    coordinator.begin_group("b", ["plan"], 1, 0)
     coordinator.add_digest(0, 20, 1, 5)
     coordinator.add_digest(1, 20, 0, 1)
     assert coordinator.digest(20, 2) is None
@@ -142,7 +144,7 @@ def test_faults_are_counted_over_processes_and_restarts():
     """times=2: two claims in all; every firing is an event that names fault and facts."""
     coordinator = _Coordinator()
     assert [coordinator.claim_fault(0, 2, {"step": s}) for s in range(2)] == [True, True]
-    coordinator.new_group(1)
+    coordinator.begin_group("b", ["plan"], 1, 0)
     assert coordinator.claim_fault(0, 2, {"step": 2}) is False
     assert coordinator.claim_fault(1, 1, {"step": 2, "rank": 0}) is True
     records, kill = coordinator.drain()
@@ -153,3 +155,18 @@ def test_faults_are_counted_over_processes_and_restarts():
     ]
     assert kill is False
     assert coordinator.drain() == ([], False)
+
+
+def test_a_group_waits_for_its_own_turn():
+    """Nothing while it is another's turn; its plan when it begins; an empty answer when it is not needed."""
+    coordinator = _Coordinator()
+    coordinator.begin_group("first", ["its plan"], 0, 0)
+    assert coordinator.plan_of("spare", 0.01) is None
+    told: list[object] = []
+    waiting = threading.Thread(target=lambda: told.append(coordinator.plan_of("spare", 30)))
+    waiting.start()
+    coordinator.begin_group("spare", ["the next plan"], 1, 40)
+    waiting.join(30)
+    assert told == [["the next plan"]]
+    coordinator.dismiss_group("third")
+    assert coordinator.plan_of("third", 0.01) == []

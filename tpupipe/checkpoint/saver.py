@@ -24,6 +24,8 @@ from tpupipe.store.objects import Store
 
 logger = logging.getLogger("tpupipe")
 
+_SAVING = "save-"  # what the names of background threads begin with
+
 
 @dataclass(frozen=True)
 class SaveTarget:
@@ -117,7 +119,10 @@ class Saver:
             raise self._error(step, error) from error
         self._step = step
         self._background = threading.Thread(
-            target=self._complete, args=(step, folder, leaves, dict(metrics), began), name=f"save-{step}", daemon=True
+            target=self._complete,
+            args=(step, folder, leaves, dict(metrics), began),
+            name=f"{_SAVING}{step}",
+            daemon=True,
         )
         self._background.start()
         return time.monotonic() - began
@@ -219,6 +224,14 @@ class Saver:
             step=step,
             cause=type(error).__name__,
         )
+
+
+def finish_saving(timeout_s: float) -> None:
+    """Waits until no save of this process is under way, ``timeout_s`` at most: what is to end need not lose it."""
+    ends = time.monotonic() + timeout_s
+    for thread in threading.enumerate():
+        if thread.name.startswith(_SAVING):
+            thread.join(max(0.0, ends - time.monotonic()))
 
 
 def _saved_objects(store: Store, folder: str) -> tuple[SavedObject, ...]:

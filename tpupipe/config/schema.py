@@ -161,6 +161,8 @@ class StageConfig(_Section):
         log_every_s: Training: interval of metrics, seconds.
         mesh: Training: axis name -> devices; one axis may be ``-1``, the rest.
         sharding: Training: how parameters are laid out over the mesh.
+        spare: Training: keep a second set of processes ready on the held slice, to begin when one is lost; on by
+            default, in stages that have more than 20 s to go.
         chunk_rows: Preprocessing: rows of one chunk.
         batch_rows: Inference: rows of one padded batch.
         concurrency: Preprocessing and inference: units at work at a time.
@@ -175,6 +177,7 @@ class StageConfig(_Section):
     log_every_s: Seconds | None = None
     mesh: dict[str, int] | None = None
     sharding: Literal["replicated", "fsdp"] | None = None
+    spare: bool | None = None
     chunk_rows: Count | None = None
     batch_rows: Count | None = None
     concurrency: int | None = Field(default=None, ge=1, le=100_000)

@@ -5,6 +5,7 @@ The declarative ``Train`` stage is written on it. A team with its own loop uses 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -210,8 +211,9 @@ class StageContext:
         columns = {name: shape(values) for name, values in self._columns.items()}
         return {**columns, MASK: shape(np.empty((0,), bool))}
 
-    def batches(self) -> Iterator[FedBatch]:
-        """Global batches from the restored position to the end, read ahead in the background."""
+    @contextlib.contextmanager
+    def batches(self) -> Iterator[Iterator[FedBatch]]:
+        """Global batches from the restored position to the end; inside, they are read ahead in the background."""
         ready: queue.Queue[FedBatch | BaseException | None] = queue.Queue(PREFETCH_BATCHES)
         done = threading.Event()
 
@@ -233,13 +235,16 @@ class StageContext:
             except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
                 put(error)
 
-        thread = threading.Thread(target=produce, name="batches", daemon=True)
-        thread.start()
-        try:
+        def take() -> Iterator[FedBatch]:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
+
+        thread = threading.Thread(target=produce, name="batches", daemon=True)
+        thread.start()
+        try:
+            yield take()
         finally:
             done.set()
             thread.join()

@@ -84,6 +84,8 @@ class _Coordinator:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._turned = threading.Condition(self._lock)
+        self._plans: dict[str, list[Any]] = {}
         self._records: list[dict[str, Any]] = []
         self._fired: dict[int, int] = {}
         self._counts: dict[str, int] = {}
@@ -139,10 +141,22 @@ class _Coordinator:
             self._counts[name] = self._counts.get(name, 0) + 1
             return self._counts[name]
 
-    def new_group(self, restart: int, first_step: int = 0) -> None:
+    def begin_group(self, group: str, plan: list[Any], restart: int, first_step: int) -> None:
         with self._lock:
             self._reset_group(restart)
             self._conferred = first_step
+            self._plans[group] = plan
+            self._turned.notify_all()
+
+    def dismiss_group(self, group: str) -> None:
+        with self._lock:
+            self._plans[group] = []
+            self._turned.notify_all()
+
+    def plan_of(self, group: str, wait_s: float) -> list[Any] | None:
+        with self._lock:
+            self._turned.wait_for(lambda: group in self._plans, wait_s)
+            return self._plans.get(group)
 
     def decide(  # noqa: PLR0917 - Ray calls it by position
         self,
@@ -245,9 +259,27 @@ class CoordinatorHandle:
         """How often this was called with that name, over all processes."""
         return int(self._call("count", name))
 
-    def new_group(self, restart: int, first_step: int) -> None:
-        """Forgets what an earlier start of the workers had agreed on; the new one begins after ``first_step`` steps."""
-        self._call("new_group", restart, first_step)
+    def begin_group(self, group: str, plan: Any, restart: int, first_step: int) -> None:
+        """Gives a training group its work, and forgets what an earlier one had agreed on.
+
+        Args:
+            group: Which group.
+            plan: What its processes get from ``plan_of``.
+            restart: Number of this start of the workers.
+            first_step: Steps done before it.
+        """
+        # A reference in a list passes through the actor unread: what the plan imports is no business of it.
+        self._call("begin_group", group, [ray.put(plan)], restart, first_step)
+
+    def dismiss_group(self, group: str) -> None:
+        """Tells a group that it is not needed."""
+        self._call("dismiss_group", group)
+
+    def plan_of(self, group: str) -> Any | None:
+        """What a group was given to do; waits until it is its turn. ``None`` if it is not needed any more."""
+        while (plan := self._call("plan_of", group, CALL_TIMEOUT_S / 3)) is None:
+            pass
+        return ray.get(plan[0], timeout=CALL_TIMEOUT_S) if plan else None
 
     def decide(
         self,

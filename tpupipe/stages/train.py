@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from ray.exceptions import RayActorError
-from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
-from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 from tpupipe.checkpoint.policy import SavePolicy
 from tpupipe.checkpoint.saver import SaveTarget
@@ -38,22 +34,14 @@ from tpupipe.stages.finished import read_manifest, trained
 from tpupipe.stages.record import TrainRecord, write_train_record
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S
-from tpupipe.stages.train_worker import TrainPlan, train_worker
+from tpupipe.stages.train_group import RAY_TRAIN_SETTINGS, TrainGroups
+from tpupipe.stages.train_worker import TrainPlan
 from tpupipe.stages.units import require_rows
 from tpupipe.stages.watch import Ending, Recovery, TrainWatch
 
 POLL_S = 0.1
 LOG_EVERY_S = 5.0
 SAVE_TIMEOUT_FACTOR = 10.0  # a save is many operations, each bounded by store.timeout_s
-
-# Read by Ray Train in the driver, when a trainer is made. Ray's defaults notice a dead worker after 2 s and wait 30 s
-# for the others to say goodbye to a process that is gone.
-RAY_TRAIN_SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1.0",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
-    "JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S": "2",
-}
 
 
 def run_train(stage: Train, run: StageRun) -> StageResult:
@@ -78,27 +66,10 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         "shuffle": stage.shuffle,
     }
     stream = Stream(manifest.chunk_rows, **options)  # type: ignore[arg-type]
-    budget = Budget(run.config.budgets, stage.name)
-    unreadable: set[str] = set()
-    first_step: int | None = None
-    restart = 0
-    recovery: Recovery | None = None
-    while True:
-        selection = _select(stage, run, unreadable)
-        at = selection.commit.step if selection.commit else 0
-        first_step = at if first_step is None else first_step
-        _tell_start(stage, run, stream, selection, restart)
-        watch = TrainWatch(stage, run, seconds, recovery)
-        ending = watch.ending
-        try:
-            error = _start_workers(_plan(stage, run, selection, options, restart), run, watch)
-        finally:
-            watch.look()
-        if ending.trained is not None:
-            break  # also if a worker fell over afterwards: everything was committed by then
-        recovery = Recovery(watch.failed_s or time.time(), ending.step)
-        unreadable |= _handle(watch, selection, error, budget)
-        restart += 1
+    with process_variables(RAY_TRAIN_SETTINGS), contextlib.closing(TrainGroups(stage, run)) as groups:
+        ending, first_step, unreadable = _until_trained(
+            stage, run, groups, options=options, seconds=seconds, steps=stream.steps
+        )
     final = newest_intact(run.store, run.paths, stage.name, exclude=unreadable)
     if final.commit is None or final.commit.step != stream.steps:
         found = "none" if final.commit is None else f"step {final.commit.step}"
@@ -109,9 +80,9 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         )
     record = TrainRecord(
         steps=stream.steps,
-        params_digest=ending.trained["params_digest"],
+        params_digest=ending["params_digest"],
         sample_digest=f"{final.commit.sample_digest:016x}",
-        metrics=dict(final.commit.metrics) or dict(ending.trained["metrics"]),
+        metrics=dict(final.commit.metrics) or dict(ending["metrics"]),
         checkpoint=final.folder,
         checkpoint_fingerprint=final.commit.fingerprint,
         rows_fed=_rows_fed(stage, stream, manifest),
@@ -120,6 +91,37 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
     run.lease.check()
     write_train_record(run.store, run.paths, stage.name, record)
     return trained(record, run.store, run.store.uri(run.paths.stage(stage.name)), first_step, seconds)
+
+
+def _until_trained(
+    stage: Train, run: StageRun, groups: TrainGroups, *, options: Mapping[str, Any], seconds: Seconds, steps: int
+) -> tuple[Mapping[str, Any], int, set[str]]:
+    """Starts workers until they have done all steps.
+
+    Returns:
+        What they reported at the end, the step of the first start, and folders of checkpoints that could not be read.
+    """
+    budget = Budget(run.config.budgets, stage.name)
+    unreadable: set[str] = set()
+    first_step: int | None = None
+    restart = 0
+    recovery: Recovery | None = None
+    while True:
+        selection = _select(stage, run, unreadable)
+        at = selection.commit.step if selection.commit else 0
+        first_step = at if first_step is None else first_step
+        _tell_start(stage, run, steps, selection, restart)
+        watch = TrainWatch(stage, run, seconds, recovery)
+        ending = watch.ending
+        try:
+            error = _work(groups, _plan(stage, run, selection, options, restart), watch)
+        finally:
+            watch.look()
+        if ending.trained is not None:
+            return ending.trained, first_step, unreadable  # also if a worker fell over afterwards: all was committed
+        recovery = Recovery(watch.failed_s or time.time(), ending.step)
+        unreadable |= _handle(watch, selection, error, budget, groups)
+        restart += 1
 
 
 def _rows_fed(stage: Train, stream: Stream, manifest: Manifest) -> int:
@@ -153,12 +155,12 @@ def _select(stage: Train, run: StageRun, unreadable: set[str]) -> Selection:
     return selection
 
 
-def _tell_start(stage: Train, run: StageRun, stream: Stream, selection: Selection, restart: int) -> None:
+def _tell_start(stage: Train, run: StageRun, steps: int, selection: Selection, restart: int) -> None:
     commit = selection.commit
     origin = f"from the checkpoint of step {commit.step}" if commit else "from scratch"
     run.log.emit(
         "train_start",
-        f"{stage.name}: {stream.steps} steps of {stage.batch_size} rows, {origin}"
+        f"{stage.name}: {steps} steps of {stage.batch_size} rows, {origin}"
         + (f" (start {restart + 1} of the workers)" if restart else ""),
         stage=stage.name,
         step=commit.step if commit else 0,
@@ -197,79 +199,33 @@ def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[st
     )
 
 
-def _start_workers(plan: TrainPlan, run: StageRun, watch: TrainWatch) -> BaseException | None:
-    """Runs a trainer to its end, watching what the workers report meanwhile. Gives the trainer's error."""
-    run.coordinator.new_group(plan.target.restart, plan.start.commit.step if plan.start else 0)
-    with (
-        run.stop.handled(),
-        tempfile.TemporaryDirectory(prefix="tpupipe-train-") as scratch,
-        process_variables(RAY_TRAIN_SETTINGS),
-    ):
-        # A name of its own each time: Ray Train resumes a name it has seen, from its own idea of a checkpoint.
-        trainer = JaxTrainer(
-            lambda config: train_worker(config["plan"]),
-            train_loop_config={"plan": plan},
-            jax_config=_jax_config(run),
-            scaling_config=_scaling(run),
-            run_config=RunConfig(
-                name=f"{run.paths.run}-{uuid.uuid4().hex[:8]}",
-                storage_path=scratch,
-                # All retries are ours: Ray's would start again on a lost slice for ever.
-                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
-            ),
-        )
-        fit = _Fit(trainer)
+def _work(groups: TrainGroups, plan: TrainPlan, watch: TrainWatch) -> BaseException | None:
+    """Has a group do its work, watching what it reports meanwhile. Gives its trainer's error."""
+    run = watch.run
+    with run.stop.handled():
+        group = groups.take()
+        group.begin(plan)
         asked = False
-        while fit.running(POLL_S):
+        while group.running(POLL_S):
             watch.look()
+            if watch.ending.trained is None:
+                groups.keep_ready(left_s=watch.left_s)
+            else:
+                groups.dismiss()
             if run.stop.asked and not asked:
                 asked = True
-                run.log.emit("stopping", f"{plan.stage.name}: saving and stopping ({run.stop.reason})")
+                watch.tell("stopping", f"saving and stopping ({run.stop.reason})")
                 run.coordinator.request_stop(run.stop.reason)
-        return fit.error
-
-
-class _Fit:
-    """``trainer.fit()`` in a thread, so that the driver can watch, and Ray does not take the signal handlers over."""
-
-    def __init__(self, trainer: JaxTrainer) -> None:
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(trainer,), name="trainer-fit", daemon=True)
-        self._thread.start()
-
-    def _run(self, trainer: JaxTrainer) -> None:
-        try:
-            trainer.fit()
-        except BaseException as error:  # noqa: BLE001 - the stage reads it
-            self.error = error
-
-    def running(self, timeout_s: float) -> bool:
-        """Waits a little; whether it still runs."""
-        self._thread.join(timeout_s)
-        return self._thread.is_alive()
-
-
-def _jax_config(run: StageRun) -> JaxConfig:
-    return JaxConfig(use_gpu=True) if run.reservation is None else JaxConfig(use_tpu=True)
-
-
-def _scaling(run: StageRun) -> ScalingConfig:
-    if run.reservation is None:
-        return ScalingConfig(num_workers=run.config.cluster.gpus or 1, use_gpu=True)
-    # No TPU here: the reservation holds the chips, and use_tpu=True would reserve a second time and give the slice
-    # back at every restart.
-    return ScalingConfig(
-        num_workers=len(run.reservation.hosts),
-        resources_per_worker={"CPU": 1},
-        placement_strategy="STRICT_SPREAD",
-        label_selector=run.reservation.label_selectors,
-    )
+        run.log.emit("group_ended", stage=plan.stage.name)
+        return group.error
 
 
 # -- what to do about a failure -------------------------------------------------------------
 
 
-def _handle(watch: TrainWatch, selection: Selection, error: BaseException | None, budget: Budget) -> set[str]:
+def _handle(
+    watch: TrainWatch, selection: Selection, error: BaseException | None, budget: Budget, groups: TrainGroups
+) -> set[str]:
     """Returns if the workers are to be started again, with folders of checkpoints to pass over; raises otherwise."""
     run, ending = watch.run, watch.ending
     if run.stop.asked:
@@ -298,6 +254,7 @@ def _handle(watch: TrainWatch, selection: Selection, error: BaseException | None
     )
     budget.charge(failure)
     if run.reservation is not None and (lost or failure.kind is Kind.PREEMPTED):
+        groups.drop()  # it stands on the hosts that are given back
         run.reservation.renew(failure.what)
     return set()
 

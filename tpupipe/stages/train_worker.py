@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from tpupipe.faults.points import point
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
 from tpupipe.stages.base import arm_worker, reported, user_code
-from tpupipe.stages.context import Restorable, StageContext
+from tpupipe.stages.compiled import compiled, use_compile_cache
+from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
 from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
@@ -63,12 +65,13 @@ class TrainPlan:
     stall_timeout_s: float
 
 
-def train_worker(plan: TrainPlan) -> None:
+def train_worker(coordinator: CoordinatorHandle, group: str) -> None:
     """Entry point of each Ray Train worker. Reports how it ended, then returns or raises."""
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
-    with reported(plan.coordinator, rank=rank):
+    with reported(coordinator, rank=rank):
+        plan: TrainPlan = coordinator.plan_of(group)  # type: ignore[assignment] # it begins when there is one
         _set_slice_environment(plan, rank)
         arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
         _train(plan)
@@ -105,7 +108,7 @@ def _train(plan: TrainPlan) -> None:
     import jax
 
     stage = plan.stage
-    _use_compile_cache(plan)
+    use_compile_cache(plan.target.store, plan.target.paths)
     if jax.device_count() != plan.devices:
         raise JobError(
             f"JAX sees {jax.device_count()} devices, {plan.devices} are reserved.",
@@ -117,7 +120,6 @@ def _train(plan: TrainPlan) -> None:
     shape = mesh_shape(stage.mesh, jax.device_count())
     check_batch(stage.batch_size, shape, stage.batch_axes)
     mesh = make_mesh(shape, jax.devices())
-    replicated = named_sharding(mesh)
     rows = named_sharding(mesh, tuple(stage.batch_axes))
 
     manifest = read_manifest(plan.target.store, plan.target.paths, stage.data)
@@ -135,33 +137,36 @@ def _train(plan: TrainPlan) -> None:
         start=plan.start,
         preemption=_preemption,
     )
-    began = time.monotonic()
     context.tell(event("starting", seconds=time.time() - plan.started_s))
-
-    key = jax.random.key(stage.seed)
-    abstract = _abstract_state(stage, key, mesh)
-    state = context.restore(abstract)
-    if state is None:
-        with user_code("init", stage.name):
-            state = jax.jit(stage.init, out_shardings=_shardings(abstract))(key)
-    else:
-        context.tell(event("restored", step=context.first_step, seconds=time.monotonic() - began))
-    compiling = time.monotonic()
-    with user_code("step", stage.name):
-        step = _compile(stage, abstract, context.abstract_batch(), replicated)
-    context.tell(event("compiling", seconds=time.monotonic() - compiling, init_seconds=compiling - began))
     watchdog = Watchdog(plan.stall_timeout_s, f"rank {context.rank}", plan.target, plan.coordinator, rank=context.rank)
-    with watchdog.watching():
-        _loop(plan, context, state, step, watchdog)
+    with context.batches() as batches:
+        state, step = _prepare(plan, context, mesh)
+        with watchdog.watching():
+            _loop(plan, context, batches, state, step, watchdog)
 
 
-def _use_compile_cache(plan: TrainPlan) -> None:
+def _prepare(plan: TrainPlan, context: StageContext, mesh: Any) -> tuple[Any, Any]:
+    """The state to begin from and the compiled step. The one is read while the other is compiled."""
     import jax
 
-    store = plan.target.store
-    jax.config.update("jax_compilation_cache_dir", store.uri(plan.target.paths.compile_cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    stage = plan.stage
+    began = time.monotonic()
+    key = jax.random.key(stage.seed)
+    abstract = _abstract_state(stage, key, mesh)
+    with ThreadPoolExecutor(1, thread_name_prefix="compile") as pool:
+        compiling = pool.submit(_compile, plan, abstract, context.abstract_batch(), named_sharding(mesh))
+        state = context.restore(abstract)
+        if state is None:
+            with user_code("init", stage.name):
+                state = jax.jit(stage.init, out_shardings=_shardings(abstract))(key)
+        else:
+            context.tell(event("restored", step=context.first_step, seconds=time.monotonic() - began))
+        stated = time.monotonic()
+        step, from_cache = compiling.result()
+    context.report(
+        event("compiling", seconds=time.monotonic() - stated, init_seconds=stated - began, from_cache=from_cache)
+    )
+    return state, step
 
 
 def _abstract_state(stage: Train, key: Any, mesh: Any) -> Any:
@@ -181,7 +186,13 @@ def _shardings(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _compile(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Any:
+def _compile(plan: TrainPlan, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> tuple[Any, bool]:
+    with user_code("step", plan.stage.name):
+        found = compiled(_lower(plan.stage, abstract, batch, replicated), plan.target.store, plan.target.paths)
+    return found.call, found.from_cache
+
+
+def _lower(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Any:
     import jax
 
     out = jax.eval_shape(stage.step, abstract, batch)
@@ -199,10 +210,17 @@ def _compile(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: 
             stage=stage.name,
         )
     jitted = jax.jit(stage.step, donate_argnums=0, out_shardings=(_shardings(abstract), replicated))
-    return jitted.lower(abstract, batch).compile()
+    return jitted.lower(abstract, batch)
 
 
-def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any, watchdog: Watchdog) -> None:
+def _loop(  # noqa: PLR0917 - one caller
+    plan: TrainPlan,
+    context: StageContext,
+    batches: Iterable[FedBatch],
+    state: Any,
+    step_function: Any,
+    watchdog: Watchdog,
+) -> None:
     import jax
 
     stage = plan.stage
@@ -214,7 +232,7 @@ def _loop(plan: TrainPlan, context: StageContext, state: Any, step_function: Any
     saving_s = 0.0
     began = told = time.monotonic()
     told_step = done
-    for batch in context.batches():
+    for batch in batches:
         point("train.step", step=batch.step)
         state, metrics = step_function(state, batch.arrays)
         done = batch.step + 1

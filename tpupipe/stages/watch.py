@@ -53,6 +53,8 @@ class TrainWatch:
         self.run = run
         self.ending = Ending()
         self.failed_s: float | None = None
+        self.left_s = 0.0  # what the steps will still take, at the latest pace; 0 if unknown
+        self._paced = False
         self._seconds = seconds
         self._recovery = recovery
 
@@ -74,6 +76,8 @@ class TrainWatch:
         self._seconds.add("starting", record["seconds"])
 
     def _on_compiling(self, record: Mapping[str, Any]) -> None:
+        if record["rank"]:
+            return  # all processes compile at once: the first one's seconds count
         self._seconds.add("compiling", record["seconds"] + record["init_seconds"])
         self.tell("compiled", f"compiled in {record['seconds']:.1f} s")
 
@@ -120,6 +124,9 @@ class TrainWatch:
 
     def _on_metrics(self, record: Mapping[str, Any]) -> None:
         self.ending.reached(record["step"])
+        if self._paced:  # the first report is of one step, which says nothing about the pace
+            self.left_s = (record["of"] - record["step"]) * self.stage.batch_size / record["rows_per_s"]
+        self._paced = True
         shown = ", ".join(f"{name} {value:.4g}" for name, value in record["metrics"].items())
         self.tell(
             "progress",

@@ -90,6 +90,10 @@ class RunPaths:
         """Folder of JAX's persistent compilation cache, shared by all attempts of the run."""
         return f"{self.root}/compile-cache"
 
+    def compiled(self, key: str) -> str:
+        """A compiled function that JAX's own cache does not keep; beside it."""
+        return f"{self.compile_cache}/own-{key}"
+
     # -- lease -----------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,45 @@
+"""A second group of training processes, kept ready on the held slice."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from tests.e2e.harness import Runner
+from tests.e2e.test_reservations import driver
+from tpupipe.cluster.reservation import held_groups
+from tpupipe.run import RunResult
+from tpupipe.stages import train_group
+
+
+@pytest.fixture
+def _always_a_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_group, "SPARE_FROM_S", 0.0)
+
+
+@pytest.mark.usefixtures("_always_a_spare")
+def test_the_spare_takes_over_and_compiles_nothing(runner: Runner, undisturbed: RunResult) -> None:
+    """A worker dies at step 7 with a group ready behind it: that one goes on, with the same answer, from compiled steps."""
+    settings = {"log_every_s": 0.001}
+    result = runner("a", faults=("kill-worker@train.step=7,rank=1",), stages={"fit": settings})
+    for digest in ("params_digest", "sample_digest"):
+        assert result.stages["fit"][digest] == undisturbed.stages["fit"][digest]
+    [fault] = runner.events("a", "fault")
+    ready = runner.events("a", "workers_up")
+    assert len(ready) == 2
+    began = [e["time_s"] for e in runner.events("a", "joining")]
+    assert len(began) == 2
+    assert began[0] < fault["time_s"] < began[1]
+    after = [e for e in runner.events("a", "compiling") if e["stage"] == "fit" and e["time_s"] > began[1]]
+    assert {e["rank"]: e["from_cache"] for e in after} == {0: True, 1: True}
+
+
+@pytest.mark.usefixtures("_always_a_spare")
+def test_a_spare_that_is_not_needed_leaves_nothing(runner: Runner, undisturbed: RunResult) -> None:
+    """Without a failure it is sent home: the answer is the same, and no placement group is left."""
+    result = runner("a", stages={"fit": {"log_every_s": 0.001}})
+    assert result.stages["fit"]["params_digest"] == undisturbed.stages["fit"]["params_digest"]
+    assert len(runner.events("a", "joining")) == 1
+    with driver(runner.world):
+        assert held_groups() == []
+        assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]

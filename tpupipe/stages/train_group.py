@@ -1,0 +1,163 @@
+"""A training group: the processes of one ``JaxTrainer``, which come up, import, and begin when they are given a plan.
+
+So one can be kept ready on the held slice while another trains: when that one loses a process, the next begins at once.
+It holds no chips, for JAX first looks for devices when the group begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import uuid
+
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.jax import JaxTrainer
+
+from tpupipe.job import Train
+from tpupipe.stages.base import StageRun
+from tpupipe.stages.train_backend import GroupConfig, WatchWorkers
+from tpupipe.stages.train_worker import TrainPlan, train_worker
+
+logger = logging.getLogger("tpupipe")
+
+DISMISS_TIMEOUT_S = 15.0
+SPARE_FROM_S = 20.0  # work that ends sooner is not worth a second set of processes
+
+# Read by Ray Train in the driver when a trainer is made and started. Its defaults notice a dead worker after 2 s.
+RAY_TRAIN_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1.0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
+}
+
+
+class TrainGroup:
+    """Starts coming up when it is made. ``end`` it on every way out.
+
+    Args:
+        stage: The declaration, overrides applied.
+        run: What every stage is given.
+    """
+
+    def __init__(self, stage: Train, run: StageRun) -> None:
+        # A name of its own each time: Ray Train resumes a name it has seen, from its own idea of a checkpoint.
+        self._id = f"{run.paths.run}-{uuid.uuid4().hex[:8]}"
+        self._coordinator = run.coordinator
+        self._scratch = tempfile.TemporaryDirectory(prefix="tpupipe-train-", ignore_cleanup_errors=True)
+        self.error: BaseException | None = None
+        self._begun = self._dismissed = False
+        on_tpu = run.reservation is not None
+        trainer = JaxTrainer(
+            lambda config: train_worker(config["coordinator"], config["group"]),
+            train_loop_config={"coordinator": run.coordinator, "group": self._id},
+            jax_config=GroupConfig(
+                use_tpu=on_tpu, use_gpu=not on_tpu, coordinator=run.coordinator, group=self._id, step=stage.step
+            ),
+            scaling_config=_scaling(run),
+            run_config=RunConfig(
+                name=self._id,
+                storage_path=self._scratch.name,
+                callbacks=[WatchWorkers(run.coordinator)],
+                # All retries are ours: Ray's would start again on a lost slice for ever.
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
+            ),
+        )
+        # In a thread, so that the driver can watch, and Ray does not take the signal handlers over.
+        self._thread = threading.Thread(target=self._fit, args=(trainer,), name=f"fit-{self._id}", daemon=True)
+        self._thread.start()
+
+    def begin(self, plan: TrainPlan) -> None:
+        """Gives it its work."""
+        self._begun = True
+        self._coordinator.begin_group(self._id, plan, plan.target.restart, plan.start.commit.step if plan.start else 0)
+
+    def running(self, timeout_s: float = 0.0) -> bool:
+        """Waits a little; whether its trainer still runs, waiting for its turn or at work."""
+        self._thread.join(timeout_s)
+        return self._thread.is_alive()
+
+    def dismiss(self) -> None:
+        """Sends it home if it was not given work."""
+        if not self._begun and not self._dismissed:
+            self._dismissed = True
+            self._coordinator.dismiss_group(self._id)
+
+    def end(self) -> None:
+        """Dismisses it and waits for that; one that is at work is ended by Ray with the driver's connection."""
+        self.dismiss()
+        if self._dismissed and self.running(DISMISS_TIMEOUT_S):
+            logger.warning("Training processes that were kept ready did not end in %.0f s.", DISMISS_TIMEOUT_S)
+        self._scratch.cleanup()
+
+    def _fit(self, trainer: JaxTrainer) -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:  # noqa: BLE001 - the stage reads it
+            self.error = error
+
+
+class TrainGroups:
+    """The group that works and the one that is kept ready behind it.
+
+    Args:
+        stage: The declaration, overrides applied.
+        run: What every stage is given.
+    """
+
+    def __init__(self, stage: Train, run: StageRun) -> None:
+        self._stage = stage
+        self._run = run
+        # A GPU is taken by the group at work; on a held slice a spare needs none of what is held.
+        self._spares = run.reservation is not None and run.settings(stage.name).spare is not False
+        self._at_work: TrainGroup | None = None
+        self._spare: TrainGroup | None = None
+
+    def take(self) -> TrainGroup:
+        """The group to give work to: the one kept ready if it lives, else a new one."""
+        if self._at_work is not None:
+            self._at_work.end()
+        ready, self._spare = self._spare, None
+        if ready is None or not ready.running():
+            ready = TrainGroup(self._stage, self._run)
+        self._at_work = ready
+        return ready
+
+    def keep_ready(self, *, left_s: float) -> None:
+        """Has a group ready behind the one at work, when that has far to go; sends it home when it has not.
+
+        Args:
+            left_s: Seconds that the work will still take; 0 if unknown.
+        """
+        if self._spare is None and self._spares and left_s > SPARE_FROM_S:
+            self._spare = TrainGroup(self._stage, self._run)
+
+    def dismiss(self) -> None:
+        """Sends the one kept ready home; does not wait for it."""
+        if self._spare is not None:
+            self._spare.dismiss()
+
+    def drop(self) -> None:
+        """Ends the one kept ready, for instance because it stands on hosts that are lost."""
+        if self._spare is not None:
+            self._spare.end()
+            self._spare = None
+
+    def close(self) -> None:
+        """Ends all."""
+        self.drop()
+        if self._at_work is not None:
+            self._at_work.end()
+
+
+def _scaling(run: StageRun) -> ScalingConfig:
+    if run.reservation is None:
+        return ScalingConfig(num_workers=run.config.cluster.gpus or 1, use_gpu=True)
+    # No TPU here: the reservation holds the chips, and use_tpu=True would reserve a second time and give the slice
+    # back at every restart.
+    return ScalingConfig(
+        num_workers=len(run.reservation.hosts),
+        resources_per_worker={"CPU": 1},
+        placement_strategy="STRICT_SPREAD",
+        label_selector=run.reservation.label_selectors,
+    )
