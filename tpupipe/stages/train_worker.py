@@ -70,7 +70,7 @@ def train_worker(plan: TrainPlan) -> None:
     rank = ray.train.get_context().get_world_rank()
     with reported(plan.coordinator, rank=rank):
         _set_slice_environment(plan, rank)
-        arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
+        arm_worker(plan.faults, plan.coordinator, plan.target, stage=plan.stage.name, rank=rank)
         _train(plan)
 
 
