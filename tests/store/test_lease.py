@@ -472,3 +472,17 @@ def test_a_hung_owner_whose_run_was_taken_is_refused(store, beats, until):
             wake.set()
     finally:
         wake.set()
+
+
+def test_a_driver_killed_in_a_beat_is_replaced_at_once(place, store, process):
+    """SIGKILL at the third beat: nobody waits for an expiry, and the next owner has the next epoch."""
+    arm = (
+        "from tpupipe.faults.inject import Injection\nfrom tpupipe.faults.plan import parse_faults\n"
+        'Injection(parse_faults(["kill-worker@lease.beat=3"]), identity={}, claim=lambda *_: True, kill_driver=None).arm()\n'
+    )
+    driver = process(arm + _driver(place, "ttl_s=60, beat_s=0.05"))
+    assert driver.wait(60) == -signal.SIGKILL
+    standing = read_standing(store, PATHS)
+    assert (standing.epoch, standing.beat, standing.released) == (1, 2, False)
+    with acquire(store, PATHS, Owner.here()) as lease:
+        assert lease.epoch == 2

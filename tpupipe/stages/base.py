@@ -31,6 +31,8 @@ from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Lease
 from tpupipe.store.objects import Store
 
+logger = logging.getLogger("tpupipe")
+
 
 @dataclass(frozen=True)
 class StageRun:
@@ -79,6 +81,8 @@ class StageRun:
         records, killed = self.coordinator.drain()
         for record in records:
             self.log.add({"stage": stage, **record})
+            if record["kind"] == "fault_effect":
+                logger.warning("%s: %s", stage, record["message"])
         if killed:
             for record in records:
                 if record["kind"] == "fault":

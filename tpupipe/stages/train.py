@@ -96,7 +96,7 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
             watch.look()
         if ending.trained is not None:
             break  # also if a worker fell over afterwards: everything was committed by then
-        recovery = Recovery(watch.failed_s or time.time(), ending.step)
+        recovery = watch.recovery()
         unreadable |= _handle(watch, selection, error, budget)
         restart += 1
     final = newest_intact(run.store, run.paths, stage.name, exclude=unreadable)
