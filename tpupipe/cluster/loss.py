@@ -60,11 +60,11 @@ class LosableSlice:
 
     def kill(self) -> None:
         """SIGKILL to all of them at once. A worker of the slice does not outlive it for long."""
-        for raylet in self.raylets:
+        for raylet in filter(_is_raylet, self.raylets):
             try:
                 os.kill(raylet, signal.SIGKILL)
             except ProcessLookupError:
-                continue  # a host that is down already
+                continue  # it went down in this moment
 
 
 def this_slice(state_file: str | None, raylet: int) -> LosableSlice:
@@ -103,3 +103,11 @@ def slice_of(state: FakeClusterState, raylet: int) -> LosableSlice:
     name = host.rpartition("/")[0]
     others = [pid for each, pid in state.hosts.items() if each.rpartition("/")[0] == name and pid != raylet]
     return LosableSlice(name, (*others, raylet))
+
+
+def _is_raylet(pid: int) -> bool:
+    """Whether the process is (still) a raylet: the host may be down already, and its number another process's."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"
+    except FileNotFoundError:
+        return False
