@@ -126,6 +126,13 @@ def test_errors_of_jobs_and_files_are_exit_2(call, world, job, tmp_path):
         ([job, "-c", world, "--set", "stages.p.checkpoint=off"], "cannot be switched off"),
         ([job, "-c", world, "--set", "stages.q.seed=1"], "no such stage"),
         ([job, "-c", world, "--fault", "kill-worker@train.stp=1"], "train.step"),
+        ([job, "-c", world, "--fault", "kill-host@run.reserved"], "Points of workers"),
+        ([job, "-c", world, "--store-fault", "503@craete"], "did you mean create?"),
+        ([job, "-c", world, "--store-fault", "503@create"], "only an emulated store can be made to fail"),
+        ([job, "-c", world, "--set", "store_faults=['503@create']"], "only an emulated store can be made to fail"),
+        ([job, "-c", world, "--set", "faults=['kill-worker@train.stp=1']"], "Did you mean train.step?"),
+        ([job, "-c", world, "--set", "dry_run.faults=['explode@train.step']"], "dry_run.faults.0"),
+        ([job, "-c", world, "--set", "faults=slow@train.step"], "faults"),
     ):
         done = call("run", *arguments)
         assert (done.exit_code, done.stdout) == (2, ""), (arguments, done.stdout, done.stderr)
@@ -182,7 +189,7 @@ def test_a_job_run_as_a_script_has_the_same_options(tmp_path):
     shown = subprocess.run(
         [sys.executable, script, "--help"], capture_output=True, text=True, check=True, env=environment
     ).stdout
-    for option in ("--config", "--set", "--run", "--json", "--fault", "--allow-change", "--take-over"):
+    for option in ("--config", "--set", "--run", "--json", "--fault", "--store-fault", "--allow-change", "--take-over"):
         assert option in shown
     wrong = subprocess.run(
         [sys.executable, script, "-c", "none.yaml", "--json"],

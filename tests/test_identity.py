@@ -112,10 +112,11 @@ def test_differences_name_the_path_and_both_values():
         {"store": {"uri": "gs://other/place", "timeout_s": 5, "attempts": 2}},
         {"budgets": {"app_errors": 3}, "labels": {"team": "x"}, "logs": {"level": "debug"}, "cost": {"spot": True}},
         {"sample": "1/1"},
+        {"faults": ["slow@train.step=3"], "store_faults": ["503@create,rate=0.1"]},
     ],
 )
 def test_where_a_run_executes_is_no_part_of_it(job, changes):
-    """Slice, store, budgets, labels, logs and prices may change between attempts."""
+    """Slice, store, budgets, labels, logs, prices and injected faults may change between attempts."""
     assert identity(job, **changes) == identity(job)
 
 

@@ -24,6 +24,7 @@ from tpupipe.cli_common import console, errors
 from tpupipe.config import Config, environment
 from tpupipe.errors import ClusterError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
+from tpupipe.faults.store_faults import StoreFaults
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.ledger.logs import set_up_logs
 from tpupipe.resolve import Build, load_build, refuse_early_jax, resolve
@@ -54,6 +55,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JS
 Faults = Annotated[
     list[str] | None,
     typer.Option("--fault", metavar="FAULT", help='Inject a failure: "kill-worker@train.step=40,rank=1".'),
+]
+StoreFaultTexts = Annotated[
+    list[str] | None,
+    typer.Option("--store-fault", metavar="FAULT", help='Have the emulated store fail: "503@create,rate=0.2,seed=7".'),
 ]
 AllowChange = Annotated[
     bool, typer.Option("--allow-change", help="Go on with a run whose job, inputs or code changed, and record it.")
@@ -91,12 +96,13 @@ def run_command(
     name: Name = None,
     as_json: AsJson = False,
     faults: Faults = None,
+    store_faults: StoreFaultTexts = None,
     allow_change: AllowChange = False,
     take_over: TakeOver = False,
 ) -> None:
     """Run a job, or resume it, to the end."""
     with _run_errors(as_json):
-        _run(load_build(job), config, overrides, name, as_json, faults, allow_change, take_over)
+        _run(load_build(job), config, overrides, name, as_json, faults, store_faults, allow_change, take_over)
 
 
 def job_main(build: Build) -> None:
@@ -110,12 +116,13 @@ def job_main(build: Build) -> None:
         name: Name = None,
         as_json: AsJson = False,
         faults: Faults = None,
+        store_faults: StoreFaultTexts = None,
         allow_change: AllowChange = False,
         take_over: TakeOver = False,
     ) -> None:
         with _run_errors(as_json):
             refuse_early_jax("the job's module")
-            _run(build, config, overrides, name, as_json, faults, allow_change, take_over)
+            _run(build, config, overrides, name, as_json, faults, store_faults, allow_change, take_over)
 
     script()
 
@@ -127,10 +134,13 @@ def _run(
     name: str | None,
     as_json: bool,
     faults: list[str] | None,
+    store_faults: list[str] | None,
     allow_change: bool,
     take_over: bool,
 ) -> None:
-    options = RunOptions(name, parse_faults(faults or ()), allow_change, take_over)
+    options = RunOptions(
+        name, parse_faults(faults or ()), allow_change, take_over, StoreFaults.parse(*(store_faults or ()))
+    )
     job, config = resolve(build, config_files, overrides or ())
     _logs(config)
     _ship_by_value(build)

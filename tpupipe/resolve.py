@@ -18,6 +18,8 @@ from pydantic import BaseModel
 from tpupipe.checkpoint.policy import Every, SavePolicy
 from tpupipe.config import Config, StageConfig, job_parameters, load_config
 from tpupipe.errors import ConfigError, JobError, TpupipeError, UsageError
+from tpupipe.faults.plan import parse_fault
+from tpupipe.faults.store_faults import StoreFault
 from tpupipe.job import Infer, Job, Preprocess, Stage, Train
 
 Build = Callable[..., Job]
@@ -135,7 +137,8 @@ def resolve(build: Build, paths: Sequence[Path | str], overrides: Sequence[str] 
         ConfigError, JobError: With every problem found.
     """
     model = parameter_model(build)
-    config = load_config(paths, overrides, job_model=model)
+    grammars = {"faults": parse_fault, "store_faults": StoreFault.parse}
+    config = load_config(paths, overrides, job_model=model, grammars=grammars)
     parameters = job_parameters(config, model)
     if parameters is not None:  # defaults written out: leaving a key out and giving its default are the same job
         config = config.model_copy(update={"job": parameters.model_dump(mode="json")})

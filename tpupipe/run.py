@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tpupipe.config import Config, Environment, environment, process_variables
 from tpupipe.data.sample import parse_sample
 from tpupipe.errors import InterruptedRunError, StageError, TpupipeError
-from tpupipe.faults.inject import Injection
-from tpupipe.faults.plan import Fault
-from tpupipe.faults.points import arm, point
+from tpupipe.faults.driver import armed_driver, check_faults, counted, failing_store
+from tpupipe.faults.plan import Fault, parse_faults
+from tpupipe.faults.points import point
+from tpupipe.faults.store_faults import StoreFaults
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.identity import Identity, check_identity, identify, settle_identity
 from tpupipe.job import Infer, Job, Preprocess, Train
@@ -42,15 +41,29 @@ class RunOptions:
 
     Args:
         name: The run's name; by default derived from job and configuration.
-        faults: Faults to inject.
+        faults: Faults to inject; those of the configuration come after them.
         allow_change: Go on with a run although its job, inputs or code changed, and record it.
         take_over: Take the run from a driver that holds it.
+        store_faults: Faults of the emulated store to inject; those of the configuration come after them.
     """
 
     name: str | None = None
     faults: tuple[Fault, ...] = ()
     allow_change: bool = False
     take_over: bool = False
+    store_faults: StoreFaults = field(default_factory=StoreFaults)
+
+    def with_configured_faults(self, config: Config) -> RunOptions:
+        """With the faults of the configuration appended.
+
+        Raises:
+            UsageError: One of them cannot be read.
+        """
+        return replace(
+            self,
+            faults=(*self.faults, *parse_faults(config.faults)),
+            store_faults=StoreFaults((*self.store_faults.faults, *StoreFaults.parse(*config.store_faults).faults)),
+        )
 
 
 @dataclass(frozen=True)
@@ -101,10 +114,16 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
         InterruptedRunError: (exit 130) Ctrl-C or SIGTERM; what was committed stays.
         TpupipeError: A stage failed. ``data["result"]`` is the ``RunResult``.
     """
-    options = options or RunOptions()
+    options = (options or RunOptions()).with_configured_faults(config)
     env = environment()
     check_before_anything(job, config)
-    with StopRequest().on_signals() as stop, endpoint_of(config, env) as endpoint:
+    check_faults(options.faults, options.store_faults, config, env.emulator)
+    with (
+        StopRequest().on_signals() as stop,
+        endpoint_of(config, env) as upstream,
+        failing_store(upstream, options.store_faults, local_root(config, env)) as proxy,
+    ):
+        endpoint = proxy.endpoint if proxy else upstream
         store = open_store(
             config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s, attempts=config.store.attempts
         )
@@ -113,7 +132,12 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
             identity = identify(job, config, input_options=input_options(endpoint))
             paths = RunPaths(job.name, options.name or identity.default_run)
             check_identity(store, paths, identity, allow_change=options.allow_change)
-            with _lease(store, paths, options) as lease, EventLog(store, paths, lease.epoch) as log:
+            with (
+                _lease(store, paths, options) as lease,
+                EventLog(store, paths, lease.epoch) as log,
+                armed_driver(options.faults, log, store, paths),
+                counted(proxy, log),
+            ):
                 attempt = Attempt(
                     job=job,
                     config=config,
@@ -184,6 +208,7 @@ class Attempt:
     def execute(self, identity: Identity) -> RunResult:
         """Settles the identity, works through the stages, writes the result."""
         self.stages = {name: {"status": "pending"} for name in self.job.stage_names}
+        point("run.identity", epoch=self.lease.epoch)
         existed = settle_identity(self.store, self.paths, identity, allow_change=self.options.allow_change)
         self.log.emit(
             "run",
@@ -217,7 +242,6 @@ class Attempt:
             return
         from tpupipe.cluster.connect import connected
 
-        _arm_driver(self.options.faults)
         point("run.lease_acquired", epoch=self.lease.epoch)
         began = time.monotonic()
         with connected(
@@ -371,20 +395,3 @@ def _lease(store: Store, paths: RunPaths, options: RunOptions) -> Iterator[Lease
         ),
     ) as lease:
         yield lease
-
-
-def _arm_driver(faults: Sequence[Fault]) -> None:
-    """Makes the driver's own fault points live; each fires in one process, so counting here is enough."""
-    if not faults:
-        arm(None)
-        return
-    fired: dict[int, int] = {}
-
-    def claim(position: int, _: Mapping[str, Any]) -> bool:
-        fired[position] = fired.get(position, 0) + 1
-        return fired[position] <= faults[position].times
-
-    def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    Injection(faults, identity={}, claim=claim, kill_driver=kill).arm()

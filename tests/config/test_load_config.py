@@ -23,7 +23,7 @@ from tpupipe.config import (
     load_config,
     sample_text,
 )
-from tpupipe.errors import ConfigError
+from tpupipe.errors import ConfigError, UsageError
 
 WORLD = """
 store: gs://bucket/prefix
@@ -359,3 +359,22 @@ def test_the_environment_is_read_as_given():
     assert read.emulator == "http://127.0.0.1:9"
     assert read.storage == {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9/"}
     assert read.path == "/bin"
+
+
+def test_lists_of_faults_are_read_by_their_grammars(write):
+    """Every text that cannot be read is a problem of its own, beside all others, with the file and what is allowed."""
+
+    def grammar(text: str) -> str:
+        if "@" not in text:
+            raise UsageError(f"{text!r} has no '@'.", hint="ACTION@POINT")
+        return text
+
+    grammars = {"faults": grammar, "store_faults": grammar}
+    good = load_config([write(WORLD + "faults: [a@b]\nstore_faults: [c@d, e@f]\n")], grammars=grammars)
+    assert (good.faults, good.store_faults) == (["a@b"], ["c@d", "e@f"])
+    bad = write(WORLD + "faults: [a@b, typo]\nstore_faults: [3]\ntpyo: 1\ndry_run: {faults: [also]}\n", "bad.yaml")
+    found = problems_of([bad], grammars=grammars)
+    assert set(found) == {"faults.1", "store_faults.0", "tpyo", "dry_run.faults.0"}
+    assert str(found["faults.1"]).startswith("faults.1 = 'typo': 'typo' has no '@'.; allowed: ACTION@POINT (in ")
+    assert load_config([write(WORLD)]).faults == []
+    assert load_config([write(WORLD + "faults:\n")]).faults == []

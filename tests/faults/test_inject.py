@@ -16,7 +16,7 @@ import pytest
 from tpupipe.errors import TpupipeError
 from tpupipe.faults import points
 from tpupipe.faults.inject import InjectedError, Injection
-from tpupipe.faults.plan import parse_faults
+from tpupipe.faults.plan import Action, parse_faults
 from tpupipe.faults.points import POINTS, arm, point
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_kill_worker_is_a_sigkill():
     code = """
 import atexit
 from tpupipe.faults.inject import Injection
-from tpupipe.faults.plan import parse_faults
+from tpupipe.faults.plan import Action, parse_faults
 from tpupipe.faults.points import point
 atexit.register(print, "at exit")
 Injection(parse_faults(["kill-worker@train.step=2"]), identity={}, claim=lambda *_: True, kill_driver=None).arm()
@@ -168,3 +168,47 @@ def test_every_point_is_marked_somewhere_and_every_mark_is_a_point():
     marked = marked_points()
     assert set(marked) == set(POINTS)
     assert [name for name, info in POINTS.items() if info.fact not in marked[name]] == []
+
+
+def test_an_effect_gets_its_fault_and_place_and_the_process_goes_on():
+    """A notice and a damage do not stop the process that passes the point."""
+    done = []
+    faults = parse_faults(["slow@unit.read", "drain-host@train.step=1", "corrupt-checkpoint@train.step=1,how=delete"])
+    effects = {action: lambda fault, position: done.append((fault.action, position)) for action in Action}
+    Injection(faults, identity={}, claim=lambda *_: True, kill_driver=lambda: None, effects=effects).arm()
+    point("train.step", step=1)
+    assert done == [("drain-host", 1), ("corrupt-checkpoint", 2)]
+
+
+def test_a_lost_slice_takes_the_process_with_it():
+    """The effect is carried out, and this process does not go on past the point: nothing after it may be done."""
+    lost, passed = threading.Event(), threading.Event()
+    effects = {Action.LOSE_SLICE: lambda *_: lost.set()}
+    faults = parse_faults(["lose-slice@train.step=1"])
+    Injection(faults, identity={}, claim=lambda *_: True, kill_driver=lambda: None, effects=effects).arm()
+    threading.Thread(target=lambda: (point("train.step", step=1), passed.set()), daemon=True).start()
+    assert lost.wait(10)
+    assert not passed.wait(0.2)
+
+
+@pytest.mark.parametrize("action", ["drain-host", "lose-slice", "corrupt-checkpoint"])
+def test_an_effect_that_this_process_does_not_have_is_an_error(action):
+    """Never silence: a fault that did nothing would look like one that was survived."""
+    injection(f"{action}@train.step=1")
+    with pytest.raises(InjectedError, match=f"cannot do {action}"):
+        point("train.step", step=1)
+
+
+def test_a_rate_fires_at_the_drawn_passes_only():
+    """The claim is asked for them, with the facts of the process among those that decide."""
+    faults, asked = parse_faults(["slow@train.step,rate=0.1,seed=7,seconds=0,times=99"]), []
+    Injection(
+        faults,
+        identity={"rank": 0, "stage": "fit"},
+        claim=lambda _, facts: asked.append(facts["step"]) or True,
+        kill_driver=lambda: None,
+    ).arm()
+    for step in range(40):
+        point("train.step", step=step)
+    assert asked == [n for n in range(40) if faults[0].drawn(0, {"step": n, "rank": 0, "stage": "fit"})]
+    assert asked

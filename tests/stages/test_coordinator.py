@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tpupipe.checkpoint.policy import Every, OnPreemption, SavePolicy
 from tpupipe.data.stream import add_digests
 from tpupipe.errors import StageError
+from tpupipe.faults.plan import parse_faults
 from tpupipe.stages.coordinator import CONFER_EVERY_S, _Coordinator, decide
 
 POLICY = SavePolicy.of([Every(minutes=1), OnPreemption(min_notice_s=5)])
@@ -141,18 +142,23 @@ def test_digests_of_an_old_start_do_not_count():
 
 
 def test_faults_are_counted_over_processes_and_restarts():
-    """times=2: two claims in all; every firing is an event that names fault and facts."""
+    """times=2: two claims in all; every firing is an event that names fault, point, facts and process."""
     coordinator = _Coordinator()
-    assert [coordinator.claim_fault(0, 2, {"step": s}) for s in range(2)] == [True, True]
+    twice, once = parse_faults(["slow@train.step,times=2", "raise@train.step=2,rank=0"])
+    where = {"pid": "71", "node": "ab"}
+    assert [coordinator.claim_fault(0, twice, {"step": s}, where) for s in "01"] == [True, True]
     coordinator.begin_group("b", ["plan"], 1, 0)
-    assert coordinator.claim_fault(0, 2, {"step": 2}) is False
-    assert coordinator.claim_fault(1, 1, {"step": 2, "rank": 0}) is True
+    assert coordinator.claim_fault(0, twice, {"step": "2"}, where) is False
+    assert coordinator.claim_fault(1, once, {"step": "2", "rank": "0"}, where) is True
     records, kill = coordinator.drain()
     assert [(r["kind"], r["position"], r["step"]) for r in records] == [
         ("fault", 0, "0"),
         ("fault", 0, "1"),
         ("fault", 1, "2"),
     ]
+    last = records[-1]
+    assert (last["text"], last["action"], last["point"]) == ("raise@train.step=2,rank=0", "raise", "train.step")
+    assert (last["rank"], last["pid"], last["node"]) == ("0", "71", "ab")
     assert kill is False
     assert coordinator.drain() == ([], False)
 
@@ -170,3 +176,14 @@ def test_a_group_waits_for_its_own_turn():
     assert told == [["the next plan"]]
     coordinator.dismiss_group("third")
     assert coordinator.plan_of("third", 0.01) == []
+
+
+def test_a_drawn_pass_that_is_repeated_after_a_restart_is_let_through():
+    """rate=: the process that comes back to the step that killed it, under another pid, goes past it."""
+    coordinator = _Coordinator()
+    (fault,) = parse_faults(["kill-worker@train.step,rate=0.5,times=5"])
+    facts = {"step": "4", "rank": "1"}
+    assert coordinator.claim_fault(0, fault, facts, {"pid": "71"}) is True
+    coordinator.begin_group("b", ["plan"], 1, 0)
+    assert coordinator.claim_fault(0, fault, facts, {"pid": "72"}) is False
+    assert coordinator.claim_fault(0, fault, {"step": "5", "rank": "1"}, {"pid": "72"}) is True

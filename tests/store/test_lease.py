@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpupipe.errors import FencedError, RunHeldError, StoreError
+from tpupipe.faults import points
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Fence, Standing, acquire, decide, read_standing
 from tpupipe.store.objects import open_store
@@ -391,3 +392,97 @@ def test_a_fence_alone_needs_no_lease(store):
     store.create(PATHS.lease(6), b"{}")
     with pytest.raises(FencedError):
         Fence(store, PATHS, 5).check()
+
+
+# -- beats that fail, hang or come late ----------------------------------------------------------------
+
+
+@pytest.fixture
+def beats():
+    """Arms ``lease.beat`` with what a test does there; inert afterwards."""
+    yield lambda what: points.arm(lambda _, facts: what(facts["beat"]))
+    points.arm(None)
+
+
+def test_an_exception_is_a_missed_beat(store, beats, until):
+    """Whatever it is: the thread goes on, and the next beat gets through."""
+
+    def fail(beat):
+        if len(failed) < 3:
+            failed.append(beat)
+            raise ZeroDivisionError("no beat")
+
+    failed: list[int] = []
+    beats(fail)
+    with acquire(store, PATHS, Owner.here(), beat_s=0.05) as lease:
+        until(lambda: read_standing(store, PATHS).beat >= 3)
+        lease.check()
+    assert failed == [2, 2, 2]
+
+
+def test_exceptions_for_the_time_to_live_lose_the_lease(store, beats, until):
+    """No beat at all: lost, by the rule that holds for a store that does not answer."""
+
+    def fail(_):
+        raise ZeroDivisionError("no beat")
+
+    beats(fail)
+    with acquire(store, PATHS, Owner.here(), ttl_s=0.3, beat_s=0.05) as lease:
+        until(lambda: lease.lost)
+        with pytest.raises(FencedError, match=r"no beat got through .*ZeroDivisionError"):
+            lease.check()
+
+
+def test_a_thread_that_hangs_is_stood_in_for_by_the_next_commit(store, beats, until):
+    """The owner is alive and nobody took the run: its check beats, permits, and the release does not wait for ever.
+
+    When the thread wakes up after that, it does not take the release back.
+    """
+    hangs, wake = threading.Event(), threading.Event()
+    beats(lambda _: (hangs.set(), wake.wait(30)))
+    lease = acquire(store, PATHS, Owner.here(), ttl_s=0.2, beat_s=0.05)
+    try:
+        assert hangs.wait(10)
+        until(lambda: lease._tick() - lease._beaten > 0.2)
+        before = read_standing(store, PATHS).beat
+        lease.check()
+        assert read_standing(store, PATHS).beat == before + 1
+    finally:
+        releasing = threading.Thread(target=lease.release)
+        releasing.start()
+        until(lambda: read_standing(store, PATHS).released)
+        wake.set()
+        releasing.join(10)
+    assert not lease._thread.is_alive()
+    assert read_standing(store, PATHS).released
+
+
+def test_a_hung_owner_whose_run_was_taken_is_refused(store, beats, until):
+    """Standing in for the thread is no way around the fence."""
+    hangs, wake = threading.Event(), threading.Event()
+    beats(lambda _: (hangs.set(), wake.wait(30)))
+    try:
+        with acquire(store, PATHS, Owner.here(), ttl_s=0.2, beat_s=0.05) as lease:
+            assert hangs.wait(10)
+            points.arm(None)
+            with acquire(store, PATHS, Owner.here(), take_over=True):
+                until(lambda: lease._tick() - lease._beaten > 0.2)
+                with pytest.raises(FencedError, match="taken the run over"):
+                    lease.check()
+            wake.set()
+    finally:
+        wake.set()
+
+
+def test_a_driver_killed_in_a_beat_is_replaced_at_once(place, store, process):
+    """SIGKILL at the third beat: nobody waits for an expiry, and the next owner has the next epoch."""
+    arm = (
+        "from tpupipe.faults.inject import Injection\nfrom tpupipe.faults.plan import parse_faults\n"
+        'Injection(parse_faults(["kill-worker@lease.beat=3"]), identity={}, claim=lambda *_: True, kill_driver=None).arm()\n'
+    )
+    driver = process(arm + _driver(place, "ttl_s=60, beat_s=0.05"))
+    assert driver.wait(60) == -signal.SIGKILL
+    standing = read_standing(store, PATHS)
+    assert (standing.epoch, standing.beat, standing.released) == (1, 2, False)
+    with acquire(store, PATHS, Owner.here()) as lease:
+        assert lease.epoch == 2

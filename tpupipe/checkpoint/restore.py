@@ -50,7 +50,9 @@ def restore(store: Store, folder: str, commit: Commit, abstract: Any) -> Any:
     """
     check_tree(commit, abstract)
     point("restore.start", step=commit.step)
-    return _read(store, folder, commit, abstract)
+    state = _read(store, folder, commit, abstract)
+    point("restore.done", step=commit.step)
+    return state
 
 
 def restore_params(store: Store, folder: str, commit: Commit, abstract: Any, params: Callable[[Any], Any]) -> Any:
@@ -76,10 +78,12 @@ def restore_params(store: Store, folder: str, commit: Commit, abstract: Any, par
         wanted = {id(leaf) for leaf in jax.tree.leaves(params(abstract))}
     except Exception:  # noqa: BLE001 - the job's own function, on leaves it was not made for: it computes
         wanted = set()
-    if not wanted or not wanted <= known:  # params() computes rather than picks
-        return params(_read(store, folder, commit, abstract))
-    partial = jax.tree.map(lambda leaf: leaf if id(leaf) in wanted else ocp.PLACEHOLDER, abstract)
-    return params(_read(store, folder, commit, partial))
+    picked = abstract
+    if wanted and wanted <= known:  # otherwise params() computes rather than picks
+        picked = jax.tree.map(lambda leaf: leaf if id(leaf) in wanted else ocp.PLACEHOLDER, abstract)
+    state = _read(store, folder, commit, picked)
+    point("restore.done", step=commit.step)
+    return params(state)
 
 
 def _read(store: Store, folder: str, commit: Commit, abstract: Any) -> Any:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tpupipe.config import environment
+from tpupipe.config import FAKED_SLICES_VARIABLE, environment
 from tpupipe.hardware.slices import SliceSpec
 
 # All of 127.0.0.0/8 is the loopback on Linux, and Ray replaces the spelling 127.0.0.1 by the machine's outward
@@ -180,7 +180,7 @@ class _Server:
             node_ip_address=LOOPBACK,
             resources=host.resources,
             labels=host.labels,
-            env_vars=host.environment,
+            env_vars={**host.environment, FAKED_SLICES_VARIABLE: str(self._state_file.absolute())},
             object_store_memory=OBJECT_STORE_BYTES,
             temp_dir=str(self._session),
         )

@@ -6,7 +6,13 @@ bounded and frozen, so the rest of the package does not check it again.
 
 from __future__ import annotations
 
-from tpupipe.config.environment import STORAGE_VARIABLES, Environment, environment, process_variables
+from tpupipe.config.environment import (
+    FAKED_SLICES_VARIABLE,
+    STORAGE_VARIABLES,
+    Environment,
+    environment,
+    process_variables,
+)
 from tpupipe.config.identity import canonical, config_hash
 from tpupipe.config.load import dry_run_config, job_parameters, load_config
 from tpupipe.config.problems import MISSING, Problem
@@ -23,6 +29,7 @@ from tpupipe.config.schema import (
 )
 
 __all__ = [
+    "FAKED_SLICES_VARIABLE",
     "MISSING",
     "STORAGE_VARIABLES",
     "BudgetsConfig",

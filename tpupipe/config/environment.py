@@ -17,6 +17,8 @@ STORAGE_VARIABLES = (
 )
 """Variables that decide how storage is reached; every worker needs the same as the driver."""
 
+FAKED_SLICES_VARIABLE = "TPUPIPE_FAKED_SLICES"
+
 
 @contextlib.contextmanager
 def process_variables(variables: Mapping[str, str]) -> Iterator[None]:
@@ -46,6 +48,8 @@ class Environment:
         xla_flags: ``XLA_FLAGS``, to extend rather than replace.
         root: ``TPUPIPE_ROOT``: the folder that a relative ``store.root`` is in; by default the current one. Set by
             ``tpupipe cluster up`` for the jobs submitted to it, which run in folders of their own.
+        faked_slices: ``TPUPIPE_FAKED_SLICES``: on a host of a faked slice, the state file of the server that started
+            it. Set by that server.
     """
 
     ray_address: str | None
@@ -55,6 +59,7 @@ class Environment:
     jax_platforms: str | None
     xla_flags: str
     root: str | None = None
+    faked_slices: str | None = None
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -82,4 +87,5 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         jax_platforms=get("JAX_PLATFORMS"),
         xla_flags=get("XLA_FLAGS") or "",
         root=get("TPUPIPE_ROOT"),
+        faked_slices=get(FAKED_SLICES_VARIABLE),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from tpupipe.config.problems import (
 )
 from tpupipe.config.reader import read_file, read_value
 from tpupipe.config.schema import Config
+from tpupipe.errors import UsageError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -32,6 +33,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     job_model: type[BaseModel] | None = None,
+    grammars: Mapping[str, Callable[[str], object]] | None = None,
 ) -> Config:
     """Read, merge and check a configuration.
 
@@ -40,6 +42,7 @@ def load_config(
         overrides: ``a.b=c``, laid over the files in order; ``c`` is read as YAML.
         job_model: The job's parameter model, if it is known already: then the ``job`` section's problems are
             in the same list.
+        grammars: For top-level keys that are lists of texts: what reads one text, and raises ``UsageError``.
 
     Raises:
         ConfigError: With every problem of every file and section in ``data["problems"]``
@@ -61,6 +64,7 @@ def load_config(
     config, problems = _check(raw)
     if job_model is not None:
         problems += _type_job(raw.get("job") or {}, job_model)[1]
+    problems += _text_problems(raw, grammars or {})
     if config is None or problems:
         raise config_error(with_sources(_without_echoes(problems), sources))
     return config
@@ -138,6 +142,20 @@ def _dry_run_problems(raw: Mapping[str, Any], dry_run: Mapping[str, Any], known:
         found = validation_problems(error, Config)
         return [_below("dry_run", problem) for problem in found if problem.path not in known]
     return []
+
+
+def _text_problems(raw: Mapping[str, Any], grammars: Mapping[str, Callable[[str], object]]) -> list[Problem]:
+    """What ``grammars`` cannot read, in the configuration and in its dry run."""
+    problems = []
+    for prefix, section in (("", raw), ("dry_run", raw.get("dry_run"))):
+        for key, read in grammars.items():
+            texts = section.get(key) if isinstance(section, Mapping) else None
+            for index, text in enumerate(texts if isinstance(texts, list) else ()):
+                try:
+                    read(text if isinstance(text, str) else "")  # the schema says so of what is no text
+                except UsageError as error:
+                    problems.append(Problem(dotted(prefix, key, str(index)), error.message, text, allowed=error.hint))
+    return problems
 
 
 def _type_job(raw: Any, model: type[M]) -> tuple[M | None, list[Problem]]:

@@ -256,6 +256,8 @@ class Config(_Section):
         cost: Prices.
         logs: Log level and format.
         dry_run: Keys of this same schema, laid over it by ``tpupipe dry-run``.
+        faults: Failures to inject, as ``--fault`` takes them; after those of the command line.
+        store_faults: Failures of the store to inject, as ``--store-fault`` takes them.
         job: The job's own parameters; the job's model types them (:func:`tpupipe.config.job_parameters`).
     """
 
@@ -268,6 +270,8 @@ class Config(_Section):
     cost: CostConfig = CostConfig()
     logs: LogsConfig = LogsConfig()
     dry_run: dict[str, Any] = Field(default_factory=dict)
+    faults: list[str] = Field(default_factory=list)
+    store_faults: list[str] = Field(default_factory=list)
     job: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("sample", mode="before")

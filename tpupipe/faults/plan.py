@@ -1,8 +1,10 @@
-"""What faults are asked for: ``ACTION@POINT=VALUE,key=value``. Pure parsing and matching."""
+"""What faults are asked for: ``ACTION@POINT=VALUE,key=value``. Pure parsing, matching and drawing."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +14,11 @@ from typing import Any
 from tpupipe.errors import UsageError
 from tpupipe.faults.points import POINTS
 
-_OPTIONS = {"seconds": float, "times": int}
+HOW = ("flip", "truncate", "delete")
+
+_OPTIONS = {"seconds": float, "times": int, "rate": float, "seed": int, "deadline_s": float, "how": str}
 _FACTS = ("rank", "stage", "unit")
-_NUMBERS = ("rank", "step", "index", "epoch", "hosts")
+_NUMBERS = ("rank", "step", "index", "epoch", "hosts", "beat")
 
 
 class Action(StrEnum):
@@ -23,9 +27,17 @@ class Action(StrEnum):
     KILL_WORKER = "kill-worker"  # SIGKILL to the process that passes the point
     KILL_DRIVER = "kill-driver"  # SIGKILL to the driver
     KILL_HOST = "kill-host"  # SIGKILL to the raylet of the host that passes the point, and so to all on it
+    DRAIN_HOST = "drain-host"  # a preemption notice for the host that passes the point, `deadline_s` ahead of its end
+    LOSE_SLICE = "lose-slice"  # SIGKILL to the raylets of all hosts of the (faked) slice that passes the point
+    CORRUPT_CHECKPOINT = "corrupt-checkpoint"  # damages the newest committed checkpoint of the run, `how`
     RAISE = "raise"  # an exception, as if the job's own code had raised it
     HANG = "hang"  # the process stops making progress
     SLOW = "slow"  # a pause of `seconds`
+
+
+# They hit the host that passes the point, and the driver's is no TPU host.
+_ON_A_HOST = (Action.KILL_HOST, Action.DRAIN_HOST, Action.LOSE_SLICE)
+_ONLY_FOR = {"deadline_s": Action.DRAIN_HOST, "how": Action.CORRUPT_CHECKPOINT}
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,12 @@ class Fault:
         point: Where.
         when: Facts that must be equal, as text.
         seconds: For ``slow``.
-        times: How often it fires in the whole run, over all processes and restarts.
+        times: How often it fires at most in one attempt, over all processes and restarts.
         text: As it was written.
+        deadline_s: For ``drain-host``: seconds until the host may go away.
+        how: For ``corrupt-checkpoint``, one of ``HOW``.
+        rate: Chance in (0, 1] that a pass that matches sets it off.
+        seed: Decides which passes those are.
     """
 
     action: Action
@@ -47,10 +63,43 @@ class Fault:
     seconds: float
     times: int
     text: str
+    deadline_s: float = 15.0
+    how: str = "flip"
+    rate: float = 1.0
+    seed: int = 0
 
     def matches(self, point: str, facts: Mapping[str, Any]) -> bool:
-        """Whether passing ``point`` with these facts sets it off (if it has not fired ``times`` times)."""
+        """Whether it is about passing ``point`` with these facts."""
         return point == self.point and all(str(facts.get(key)) == value for key, value in self.when)
+
+    def drawn(self, position: int, facts: Mapping[str, Any]) -> bool:
+        """Whether a pass that matches is one of those that ``rate`` picks.
+
+        Depends on the seed, on the fault's place in the plan and on the facts, on nothing else: the same run meets the
+        same faults, whatever its processes' speed, and a pass that is done again after a restart is drawn the same.
+        """
+        if self.rate >= 1:
+            return True
+        return fraction(self.seed, position, self.point, {k: str(v) for k, v in facts.items()}) < self.rate
+
+    def may_fire(self, fired: Sequence[Mapping[str, str]], facts: Mapping[str, str]) -> bool:
+        """Whether it may fire once more; pure.
+
+        Args:
+            fired: The facts of the passes at which it fired before.
+            facts: Those of this pass.
+
+        Returns:
+            False after ``times``. With a ``rate`` also where it fired before: a pass that is done again after a restart
+            is drawn the same, and would be hit until ``times`` is used up.
+        """
+        return len(fired) < self.times and (self.rate >= 1 or facts not in fired)
+
+
+def fraction(*key: Any) -> float:
+    """A number in [0, 1) that depends on ``key`` (JSON values) only."""
+    text = json.dumps(key, sort_keys=True)
+    return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 11) / 2.0**53
 
 
 def parse_fault(text: str) -> Fault:
@@ -59,6 +108,8 @@ def parse_fault(text: str) -> Fault:
     Example:
         >>> parse_fault("kill-worker@train.step=40,rank=1").when
         (('step', '40'), ('rank', '1'))
+        >>> parse_fault("kill-worker@train.step,rate=0.1,seed=7,times=3").rate
+        0.1
 
     Raises:
         UsageError: Unknown action, point or key; the message lists what there is.
@@ -76,13 +127,20 @@ def parse_fault(text: str) -> Fault:
             f"Fault {text!r}: there is no fault point {point!r}.",
             hint=f"{f'Did you mean {near[0]}? ' if near else ''}Points: {', '.join(POINTS)}.",
         )
+    action = Action(action_text)
+    if action in _ON_A_HOST and POINTS[point].where == "driver":
+        raise UsageError(
+            f"Fault {text!r}: {action} is about the host that passes the point, and {point} is passed by the driver.",
+            hint=f"Points of workers: {', '.join(name for name, info in POINTS.items() if info.where == 'worker')}.",
+        )
     when: list[tuple[str, str]] = []
     if has_value:
         when.append((POINTS[point].fact, _checked(text, POINTS[point].fact, value)))
-    options: dict[str, Any] = {"seconds": 1.0, "times": 1}
+    options: dict[str, Any] = {}
+    allowed = [key for key in _OPTIONS if _ONLY_FOR.get(key, action) is action]
     for part in rest:
         key, equals, setting = part.partition("=")
-        if equals and key in _OPTIONS:
+        if equals and key in allowed:
             try:
                 options[key] = _OPTIONS[key](setting)
             except ValueError as error:
@@ -90,11 +148,28 @@ def parse_fault(text: str) -> Fault:
         elif equals and key in (*_FACTS, POINTS[point].fact):
             when.append((key, _checked(text, key, setting)))
         else:
-            allowed = dict.fromkeys((POINTS[point].fact, *_FACTS, *_OPTIONS))
-            raise UsageError(f"Fault {text!r}: {part!r} is not known.", hint=f"key=value with {', '.join(allowed)}.")
-    if options["times"] < 1 or not 0 <= options["seconds"] < math.inf:
-        raise UsageError(f"Fault {text!r}: times is at least 1, seconds at least 0; it could never fire.")
-    return Fault(Action(action_text), point, tuple(when), options["seconds"], options["times"], text)
+            known = dict.fromkeys((POINTS[point].fact, *_FACTS, *allowed))
+            raise UsageError(f"Fault {text!r}: {part!r} is not known.", hint=f"key=value with {', '.join(known)}.")
+    if "seed" in options and "rate" not in options:
+        raise UsageError(f"Fault {text!r}: seed= decides which passes rate= picks, and there is no rate=.")
+    fault = Fault(action, point, tuple(when), **{"seconds": 1.0, "times": 1, **options}, text=text)
+    if problem := _out_of_range(fault):
+        raise UsageError(f"Fault {text!r}: {problem}.")
+    return fault
+
+
+def _out_of_range(fault: Fault) -> str:
+    if fault.times < 1:
+        return f"times={fault.times}: at least 1, or it could never fire"
+    if not 0 <= fault.seconds < math.inf:
+        return f"seconds={fault.seconds:g}: a number of at least 0"
+    if not 0 < fault.rate <= 1:
+        return f"rate={fault.rate:g}: a number above 0, up to 1"
+    if not 1 <= fault.deadline_s < math.inf:
+        return f"deadline_s={fault.deadline_s:g}: a number of at least 1"
+    if fault.how not in HOW:
+        return f"how={fault.how!r}; allowed: {', '.join(HOW)}"
+    return ""
 
 
 def _checked(text: str, fact: str, value: str) -> str:

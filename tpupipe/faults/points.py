@@ -25,9 +25,13 @@ class PointInfo:
 
 
 POINTS: Mapping[str, PointInfo] = {
-    "run.lease_acquired": PointInfo("epoch", "driver", "the run's lease is ours, nothing else is"),
+    "run.identity": PointInfo("epoch", "driver", "the run's lease is ours, run.json is not written (or compared)"),
+    "run.lease_acquired": PointInfo("epoch", "driver", "run.json is there, no cluster is connected"),
     "run.reserved": PointInfo("hosts", "driver", "the slice is held, no stage has begun"),
-    "stage.manifest": PointInfo("stage", "driver", "all units are committed, the manifest is not"),
+    "stage.manifest": PointInfo("stage", "driver", "all units (or steps) are committed, the manifest is not"),
+    "lease.beat": PointInfo(
+        "beat", "driver", "before beat N of the lease (from 2, one each 5 s), in a thread of its own"
+    ),
     "unit.read": PointInfo("index", "worker", "an input unit was read (index: its position in the stage, from 0)"),
     "unit.mapped": PointInfo("index", "worker", "a unit was computed"),
     "unit.before_commit": PointInfo("index", "worker", "a unit's object is encoded, not yet created"),
@@ -40,6 +44,7 @@ POINTS: Mapping[str, PointInfo] = {
     "save.before_commit": PointInfo("step", "worker", "the lease was checked, the record is not created (primary)"),
     "save.after_commit": PointInfo("step", "worker", "the record exists, nobody was told (primary)"),
     "restore.start": PointInfo("step", "worker", "a restore begins"),
+    "restore.done": PointInfo("step", "worker", "all arrays were read; no step is done, no row is scored"),
 }
 
 _injector: Injector | None = None

@@ -41,6 +41,7 @@ class EventLog:
         self._sequence = 0
         self._pending: list[dict[str, Any]] = []
         self._lock = threading.Lock()
+        self._flushing = threading.Lock()
         self._done = threading.Event()
         self._failed = ""
         self._thread = threading.Thread(target=self._flush_forever, name="event-log", daemon=True)
@@ -52,7 +53,7 @@ class EventLog:
     def __exit__(self, *exc_info: object) -> None:
         self._done.set()
         self._thread.join()
-        self._flush()
+        self.flush()
         if self._failed:
             logger.warning("Some events were not kept in the run's folder: %s", self._failed)
 
@@ -69,6 +70,11 @@ class EventLog:
 
     def _flush_forever(self) -> None:
         while not self._done.wait(FLUSH_EVERY_S):
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was added so far; returns when it is in the store (or noted as failed)."""
+        with self._flushing:  # what another thread is writing was added before, so it is waited for
             self._flush()
 
     def _flush(self) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
+
+import ray
 
 from tpupipe.cluster.connect import Cluster
+from tpupipe.cluster.loss import drain_this_host, this_slice
 from tpupipe.cluster.reservation import Reservation
-from tpupipe.config import Config, StageConfig
+from tpupipe.config import Config, StageConfig, environment
 from tpupipe.errors import StageError, TpupipeError, UserCodeError
-from tpupipe.faults.inject import Injection
-from tpupipe.faults.plan import Fault
+from tpupipe.faults.damage import damage_newest
+from tpupipe.faults.driver import effect_facts
+from tpupipe.faults.inject import Injection, raylet_of_this_worker
+from tpupipe.faults.plan import Action, Fault
 from tpupipe.job import Job
 from tpupipe.ledger.events import EventLog, event
 from tpupipe.stages.coordinator import CoordinatorHandle
@@ -23,6 +30,8 @@ from tpupipe.stop import StopRequest
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Lease
 from tpupipe.store.objects import Store
+
+logger = logging.getLogger("tpupipe")
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,17 @@ class StageRun:
 
     def absorb(self, stage: str) -> list[dict[str, Any]]:
         """Takes what workers reported since the last call into the event log; gives it back."""
-        records = self.coordinator.drain()
+        records, killed = self.coordinator.drain()
         for record in records:
             self.log.add({"stage": stage, **record})
+            if record["kind"] == "fault_effect":
+                logger.warning("%s: %s", stage, record["message"])
+        if killed:
+            for record in records:
+                if record["kind"] == "fault":
+                    tell_fault(self, stage, record)
+            self.log.flush()  # what ended this driver is to be found in the run's events
+            os.kill(os.getpid(), signal.SIGKILL)
         return records
 
 
@@ -134,7 +151,7 @@ def told_errors(records: Iterable[Mapping[str, Any]]) -> list[TpupipeError]:
 
 def tell_fault(run: StageRun, stage: str, record: Mapping[str, Any]) -> None:
     """Tells that an injected fault fires."""
-    text = run.faults[record["position"]].text
+    text = record["text"]
     run.log.emit("fault_fired", f"{stage}: injected fault {text!r} fires", level=logging.WARNING, stage=stage)
 
 
@@ -143,14 +160,46 @@ def last_lines(error: BaseException) -> str:
     return "\n".join([line for line in str(error).splitlines() if line.strip()][-12:])
 
 
+class RunPlace(Protocol):
+    """What a unit's or a checkpoint's target says of the run."""
+
+    @property
+    def store(self) -> Store: ...  # noqa: D102 - see UnitTarget and SaveTarget
+
+    @property
+    def paths(self) -> RunPaths: ...  # noqa: D102
+
+
 def arm_worker(
-    faults: tuple[Fault, ...], coordinator: CoordinatorHandle, *, stage: str, rank: int | None = None
+    faults: tuple[Fault, ...], coordinator: CoordinatorHandle, target: RunPlace, *, stage: str, rank: int | None = None
 ) -> None:
     """Makes this worker process's fault points live (they stay inert without faults)."""
     identity: dict[str, Any] = {"stage": stage} if rank is None else {"stage": stage, "rank": rank}
+    where = {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()} if faults else {}
+
+    def told(position: int, fault: Fault, facts: Mapping[str, Any]) -> None:
+        coordinator.report_now(event("fault_effect", **effect_facts(position, fault, facts)))
+
+    def drain(fault: Fault, position: int) -> None:
+        drain_this_host(fault.deadline_s, fault.text)
+        told(position, fault, {"node": where["node"], "deadline_s": fault.deadline_s})
+
+    def lose_slice(fault: Fault, position: int) -> None:
+        lost = this_slice(environment().faked_slices, raylet_of_this_worker())
+        told(position, fault, {"slice": lost.name, "hosts": len(lost.raylets)})
+        lost.kill()
+
+    def corrupt(fault: Fault, position: int) -> None:
+        told(position, fault, damage_newest(target.store, target.paths, fault.how, position))
+
     Injection(
         faults,
         identity=identity,
-        claim=lambda position, facts: coordinator.claim_fault(position, faults[position].times, facts),
+        claim=lambda position, facts: coordinator.claim_fault(position, faults[position], facts, where),
         kill_driver=coordinator.request_driver_kill,
+        effects={
+            Action.DRAIN_HOST: drain,
+            Action.LOSE_SLICE: lose_slice,
+            Action.CORRUPT_CHECKPOINT: corrupt,
+        },
     ).arm()

@@ -6,8 +6,6 @@ told, so its loss is the loss of the driver's own node.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tpupipe.checkpoint.policy import SavePolicy
 from tpupipe.data.stream import add_digests
 from tpupipe.errors import StageError
-from tpupipe.ledger.events import event
+from tpupipe.faults.driver import fault_event
+from tpupipe.faults.plan import Fault
 
 CONFER_EVERY_S = 1.0
 CALL_TIMEOUT_S = 60.0
@@ -87,7 +86,7 @@ class _Coordinator:
         self._turned = threading.Condition(self._lock)
         self._plans: dict[str, list[Any]] = {}
         self._records: list[dict[str, Any]] = []
-        self._fired: dict[int, int] = {}
+        self._fired: dict[int, list[dict[str, str]]] = {}
         self._counts: dict[str, int] = {}
         self._stop_reason = ""
         self._kill_driver = False
@@ -127,13 +126,13 @@ class _Coordinator:
         with self._lock:
             self._kill_driver = True
 
-    def claim_fault(self, position: int, times: int, facts: dict[str, Any]) -> bool:
+    def claim_fault(self, position: int, fault: Fault, facts: dict[str, str], where: dict[str, str]) -> bool:
         with self._lock:
-            fired = self._fired.get(position, 0)
-            if fired >= times:
+            fired = self._fired.setdefault(position, [])
+            if not fault.may_fire(fired, facts):
                 return False
-            self._fired[position] = fired + 1
-            self._records.append(event("fault", position=position, **{k: str(v) for k, v in facts.items()}))
+            fired.append(facts)
+            self._records.append(fault_event(position, fault, {**facts, **where}))
             return True
 
     def count(self, name: str) -> int:
@@ -236,24 +235,30 @@ class CoordinatorHandle:
         """As ``report``, and waits until it is there: what comes next may be this process's end."""
         self._call("report", [dict(record)])
 
-    def drain(self) -> list[dict[str, Any]]:
-        """The driver's side of ``report``. Carries out a requested kill of the driver."""
+    def drain(self) -> tuple[list[dict[str, Any]], bool]:
+        """The driver's side of ``report``: what was reported, and whether the driver is to be killed (a fault)."""
         records, kill = self._call("drain")
-        if kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return list(records)
+        return list(records), bool(kill)
 
     def request_stop(self, reason: str) -> None:
         """Asks training groups to save and end at their next conference."""
         self._call("request_stop", reason)
 
     def request_driver_kill(self) -> None:
-        """Has the driver kill itself at its next ``drain`` (a fault)."""
+        """Has the driver kill itself when it next asks for reports (a fault)."""
         self._call("request_driver_kill")
 
-    def claim_fault(self, position: int, times: int, facts: Mapping[str, Any]) -> bool:
-        """Whether a fault may fire once more; counted over all processes and restarts."""
-        return bool(self._call("claim_fault", position, times, dict(facts)))
+    def claim_fault(self, position: int, fault: Fault, facts: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+        """Whether a fault may fire once more; counted over all processes and restarts.
+
+        Args:
+            position: Its place in the plan.
+            fault: The fault.
+            facts: Of the point that was passed.
+            where: Of the process that passed it; for the event.
+        """
+        said, place = ({key: str(value) for key, value in of.items()} for of in (facts, where))
+        return bool(self._call("claim_fault", position, fault, said, place))
 
     def count(self, name: str) -> int:
         """How often this was called with that name, over all processes."""

@@ -283,14 +283,16 @@ class _Pool:
         lost = reservation.lost_hosts() if reservation else []
         kind = Kind.HOST if lost else Kind.WORKER
         what = f"{len(lost)} host(s) of the slice were lost" if lost else f"inference worker {worker.rank} died"
+        gone = self._workers if lost else [worker]
+        units_back = sum(len(each.given) for each in gone)
         self._run.log.emit(
             "failure",
-            f"{self._stage.name}: {what}; its {len(worker.given)} unit(s) go back",
+            f"{self._stage.name}: {what}; {units_back} unit(s) go back",
             level=logging.WARNING,
             stage=self._stage.name,
+            units_back=units_back,
         )
         self._budget.charge(Failure(kind, None, what, str(error)))
-        gone = self._workers if lost else [worker]
         for each in gone:
             queue.extendleft(unit for _, unit in reversed(each.given))
             ray.kill(each.actor)

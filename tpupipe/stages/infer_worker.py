@@ -98,7 +98,7 @@ class InferWorker:
     def __init__(self, plan: InferPlan, rank: int) -> None:
         self._plan = plan
         with reported(plan.coordinator, rank=rank):
-            arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
+            arm_worker(plan.faults, plan.coordinator, plan.target, stage=plan.stage.name, rank=rank)
             self._start(rank)
 
     def _start(self, rank: int) -> None:

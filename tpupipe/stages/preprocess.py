@@ -60,7 +60,7 @@ class UnitTask:
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Reads, maps and commits the unit of one row of the dataset of units."""
         unit, index = pickle.loads(row["unit"]), row["index"]  # noqa: S301 - made by the driver
-        arm_worker(self.faults, self.coordinator, stage=self.target.stage)
+        arm_worker(self.faults, self.coordinator, self.target, stage=self.target.stage)
         watchdog = Watchdog(self.stall_timeout_s, f"unit {unit.id}", self.target, self.coordinator, unit=unit.id)
         with reported(self.coordinator, unit=unit.id), watchdog.watching():
             self._begin(unit)

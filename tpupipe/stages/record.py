@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpupipe.errors import DataError, ObjectExistsError, StageError
+from tpupipe.faults.points import point
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store
 
@@ -67,6 +68,7 @@ def write_train_record(store: Store, paths: RunPaths, stage: str, record: TrainR
         StageError: There is one with other content.
     """
     name = paths.manifest(stage)
+    point("stage.manifest", stage=stage)
     try:
         store.create(name, json.dumps({"format": FORMAT, **asdict(record)}, indent=1).encode())
     except ObjectExistsError as error:

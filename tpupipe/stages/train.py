@@ -119,7 +119,7 @@ def _until_trained(
             watch.look()
         if ending.trained is not None:
             return ending.trained, first_step, unreadable  # also if a worker fell over afterwards: all was committed
-        recovery = Recovery(watch.failed_s or time.time(), ending.step)
+        recovery = watch.recovery()
         unreadable |= _handle(watch, selection, error, budget, groups)
         restart += 1
 

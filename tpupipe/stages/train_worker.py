@@ -73,7 +73,7 @@ def train_worker(coordinator: CoordinatorHandle, group: str) -> None:
     with reported(coordinator, rank=rank):
         plan: TrainPlan = coordinator.plan_of(group)  # type: ignore[assignment] # it begins when there is one
         _set_slice_environment(plan, rank)
-        arm_worker(plan.faults, plan.coordinator, stage=plan.stage.name, rank=rank)
+        arm_worker(plan.faults, plan.coordinator, plan.target, stage=plan.stage.name, rank=rank)
         _train(plan)
 
 

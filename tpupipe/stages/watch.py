@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpupipe.errors import TpupipeError
+from tpupipe.faults.plan import Action
 from tpupipe.job import Train
 from tpupipe.ledger.events import Seconds
 from tpupipe.ledger.text import human_bytes
 from tpupipe.stages.base import StageRun, tell_fault, told_errors
+
+# Faults that end a worker: what comes after them is time of recovery.
+_ENDS = (Action.KILL_WORKER, Action.KILL_HOST, Action.LOSE_SLICE, Action.RAISE, Action.HANG)
 
 
 @dataclass
@@ -37,7 +42,7 @@ class Recovery:
     """Since when, and from which step, the stage is recovering from a failure.
 
     Args:
-        since_s: When the failure was seen, seconds since 1970.
+        since_s: When the first failure since the last new step was seen, seconds since 1970.
         step: Steps that were done then, as far as they were reported.
     """
 
@@ -57,11 +62,19 @@ class TrainWatch:
         self._paced = False
         self._seconds = seconds
         self._recovery = recovery
+        self._restored_step = 0
 
     def look(self) -> None:
         """Takes what was reported since the last look."""
         for record in self.run.absorb(self.stage.name):
             self._take(record)
+
+    def recovery(self) -> Recovery:
+        """What the next start recovers from; a start that failed before its first new step goes on with the same."""
+        if self._recovery is None:
+            return Recovery(self.failed_s or time.time(), self.ending.step)
+        reached = [step for step in (self._recovery.step, self.ending.step) if step is not None]
+        return Recovery(self._recovery.since_s, max(reached, default=None))
 
     def tell(self, kind: str, message: str, level: int = logging.INFO, **facts: Any) -> None:
         """Keeps and tells an event of this stage."""
@@ -102,7 +115,8 @@ class TrainWatch:
         self.tell("stall", record["what"], logging.WARNING, uri=record["uri"])
 
     def _on_fault(self, record: Mapping[str, Any]) -> None:
-        self.failed_s = record["time_s"]
+        if record["action"] in _ENDS:
+            self.failed_s = record["time_s"]
         tell_fault(self.run, self.stage.name, record)
         if str(record.get("step", "")).isdigit():
             self.ending.reached(int(record["step"]))
@@ -118,9 +132,16 @@ class TrainWatch:
         self.ending.errors.append(dict(record))
 
     def _on_restored(self, record: Mapping[str, Any]) -> None:
-        step, before = record["step"], self._recovery.step if self._recovery else None
-        lost = "" if before is None else f"; {max(0, before - step)} step(s) were lost and are done again"
-        self.tell("restored", f"restored step {step} in {record['seconds']:.1f} s{lost}", step=step)
+        step = self._restored_step = record["step"]
+        lost = self._lost_steps()
+        said = "".join(f"; {steps} step(s) were lost and are done again" for steps in lost.values())
+        self.tell("restored", f"restored step {step} in {record['seconds']:.1f} s{said}", step=step, **lost)
+
+    def _lost_steps(self) -> dict[str, int]:
+        """Steps that were done before the failure and are done again; empty where nobody said how far it was."""
+        if self._recovery is None or self._recovery.step is None:
+            return {}
+        return {"lost_steps": max(0, self._recovery.step - self._restored_step)}
 
     def _on_metrics(self, record: Mapping[str, Any]) -> None:
         self.ending.reached(record["step"])
@@ -134,6 +155,6 @@ class TrainWatch:
             step=record["step"],
         )
         if self._recovery is not None:
-            took = record["time_s"] - self._recovery.since_s
+            took, lost = record["time_s"] - self._recovery.since_s, self._lost_steps()
             self._recovery = None
-            self.tell("recovered", f"first new step {took:.1f} s after the failure", seconds=took)
+            self.tell("recovered", f"first new step {took:.1f} s after the failure", seconds=took, **lost)

@@ -18,7 +18,15 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from tpupipe.errors import FencedError, ObjectExistsError, ObjectNotFoundError, RunHeldError, StoreError
+from tpupipe.errors import (
+    FencedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RunHeldError,
+    StoreError,
+    TpupipeError,
+)
+from tpupipe.faults.points import point
 from tpupipe.store.layout import RunPaths, parse_lease
 from tpupipe.store.objects import ObjectInfo, Store
 from tpupipe.store.owner import Owner, is_running, same_machine
@@ -27,6 +35,9 @@ _log = logging.getLogger("tpupipe.store")
 
 # Clocks of two machines, or of a machine and the store, may differ by this much without a live owner being robbed.
 _CLOCK_SKEW_S = 60.0
+
+# The beating thread may hang; a release waits no longer than this for it to end.
+_JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -269,6 +280,7 @@ class Lease:
         self._beaten = tick()
         self._stop = threading.Event()
         self._releasing = threading.Lock()
+        self._beating = threading.Lock()
         self._released = False
         self._beat(released=False)
         self._thread = threading.Thread(target=self._keep_beating, name="tpupipe-lease", daemon=True)
@@ -301,6 +313,13 @@ class Lease:
         """
         if self._lost:
             raise _fenced(self._paths, self.epoch, self._lost)
+        silent_s = self._tick() - self._beaten
+        if silent_s > self._ttl_s:  # the thread does not beat: show from here that we live, or we do not
+            try:
+                self._beat(released=False)
+            except StoreError as error:
+                self._lost = _no_beat(silent_s, error)
+                raise _fenced(self._paths, self.epoch, self._lost) from error
         try:
             self._fence.check()
         except FencedError as error:
@@ -317,35 +336,44 @@ class Lease:
                 return
             self._released = True
             self._stop.set()
-            self._thread.join()
             try:
                 self._beat(released=True)
             except StoreError as error:
                 _log.warning(
                     "lease %d of %s expires instead of being released: %s", self.epoch, self._paths.root, error
                 )
+            self._thread.join(_JOIN_S)
 
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._beat_s):
             try:
+                point("lease.beat", beat=self._beats + 1, epoch=self.epoch)
                 self._beat(released=False)
                 self._fence.check()
             except FencedError as error:
                 self._lost = error.data["reason"]
                 _log.error("lease %d of %s is lost: %s", self.epoch, self._paths.root, self._lost)
                 return
-            except StoreError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is a missed beat, and the next one may do
                 silent_s = self._tick() - self._beaten
                 _log.warning("lease %d of %s: no beat for %.1f s: %s", self.epoch, self._paths.root, silent_s, error)
                 if silent_s > self._ttl_s:
-                    self._lost = f"no beat got through for {silent_s:.0f} s ({error.message})"
+                    self._lost = _no_beat(silent_s, error)
                     return
 
     def _beat(self, *, released: bool) -> None:
-        self._beats += 1
-        record = {"beat": self._beats, "at_s": self._clock(), "released": released, "token": self._token}
-        self._beat_store.put(self._paths.beat(self.epoch), _encoded(record))
-        self._beaten = self._tick()
+        with self._beating:
+            if self._released and not released:
+                return  # a late beat must not take back what was given up
+            self._beats += 1
+            record = {"beat": self._beats, "at_s": self._clock(), "released": released, "token": self._token}
+            self._beat_store.put(self._paths.beat(self.epoch), _encoded(record))
+            self._beaten = self._tick()
+
+
+def _no_beat(silent_s: float, error: Exception) -> str:
+    why = error.message if isinstance(error, TpupipeError) else repr(error)
+    return f"no beat got through for {silent_s:.0f} s ({why})"
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
