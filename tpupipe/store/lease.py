@@ -18,7 +18,14 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from tpupipe.errors import FencedError, ObjectExistsError, ObjectNotFoundError, RunHeldError, StoreError
+from tpupipe.errors import (
+    FencedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RunHeldError,
+    StoreDeniedError,
+    StoreError,
+)
 from tpupipe.store.layout import RunPaths, parse_lease
 from tpupipe.store.objects import ObjectInfo, Store
 from tpupipe.store.owner import Owner, is_running, same_machine
@@ -140,6 +147,7 @@ def acquire(
     beat_s: float = 5.0,
     take_over: bool = False,
     on_wait: Callable[[Standing, float], None] | None = None,
+    on_lost: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.time,
     tick: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
@@ -157,6 +165,7 @@ def acquire(
         beat_s: Seconds between two beats.
         take_over: Take the run whoever owns it; the other one's commits are refused from then on.
         on_wait: Called with the standing and the seconds watched, once per look, while waiting.
+        on_lost: Called once with the reason, from the beating thread, if that finds that the run is ours no more.
         clock: Wall clock in seconds since 1970.
         tick: Monotonic seconds.
         pause: Waits so many seconds.
@@ -166,6 +175,7 @@ def acquire(
 
     Raises:
         RunHeldError: A live driver owns the run.
+        StoreDeniedError: The lease may be made but not kept: rewriting its beat is refused.
         StoreError: The store failed.
     """
     watched: Standing | None = None
@@ -199,7 +209,9 @@ def acquire(
             except ObjectExistsError:
                 races += 1  # somebody else was faster; look at who
                 continue
-            return Lease(store, paths, owner, epoch, token, ttl_s=ttl_s, beat_s=beat_s, clock=clock, tick=tick)
+            return Lease(
+                store, paths, owner, epoch, token, ttl_s=ttl_s, beat_s=beat_s, on_lost=on_lost, clock=clock, tick=tick
+            )
         if on_wait is not None and standing is not None:
             on_wait(standing, tick() - since_s)
         pause(min(1.0, beat_s / 2, ttl_s / 4))
@@ -249,6 +261,7 @@ class Lease:
         *,
         ttl_s: float,
         beat_s: float,
+        on_lost: Callable[[str], None] | None,
         clock: Callable[[], float],
         tick: Callable[[], float],
     ) -> None:
@@ -258,6 +271,7 @@ class Lease:
         self._token = token
         self._ttl_s = ttl_s
         self._beat_s = beat_s
+        self._on_lost = on_lost
         self._clock = clock
         self._tick = tick
         self._fence = Fence(store, paths, epoch)
@@ -270,8 +284,16 @@ class Lease:
         self._stop = threading.Event()
         self._releasing = threading.Lock()
         self._released = False
-        self._beat(released=False)
-        self._thread = threading.Thread(target=self._keep_beating, name="tpupipe-lease", daemon=True)
+        silent = False
+        try:
+            self._beat(released=False)
+        except StoreDeniedError:
+            raise  # no waiting mends that
+        except StoreError as error:
+            # Others take the making of the lease for its first sign of life, so there is time to try again.
+            _log.warning("lease %d of %s: no first beat yet: %s", epoch, paths.root, error)
+            silent = True
+        self._thread = threading.Thread(target=self._keep_beating, args=(silent,), name="tpupipe-lease", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -325,21 +347,28 @@ class Lease:
                     "lease %d of %s expires instead of being released: %s", self.epoch, self._paths.root, error
                 )
 
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(self._beat_s):
+    def _keep_beating(self, silent: bool) -> None:
+        while not self._stop.wait(self._beat_s / 5 if silent else self._beat_s):
             try:
                 self._beat(released=False)
                 self._fence.check()
+                silent = False
             except FencedError as error:
-                self._lost = error.data["reason"]
-                _log.error("lease %d of %s is lost: %s", self.epoch, self._paths.root, self._lost)
+                self._lose(error.data["reason"])
                 return
             except StoreError as error:
+                silent = True
                 silent_s = self._tick() - self._beaten
                 _log.warning("lease %d of %s: no beat for %.1f s: %s", self.epoch, self._paths.root, silent_s, error)
                 if silent_s > self._ttl_s:
-                    self._lost = f"no beat got through for {silent_s:.0f} s ({error.message})"
+                    self._lose(f"no beat got through for {silent_s:.0f} s ({error.message})")
                     return
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
+        _log.error("lease %d of %s is lost: %s", self.epoch, self._paths.root, reason)
+        if self._on_lost is not None:
+            self._on_lost(reason)
 
     def _beat(self, *, released: bool) -> None:
         self._beats += 1
