@@ -1,15 +1,19 @@
-"""What the tests share: one warm faked cluster and one embedded store for the whole session."""
+"""What the tests share: a warm faked cluster, an embedded server for the whole session, and empty stores."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import SLICES, World
+from tests.places import Place
 from tpupipe.cluster.connect import cluster_down, cluster_up
 from tpupipe.cluster.fake import FakeClusterSpec
 from tpupipe.local.server import embedded_store
+from tpupipe.store.objects import Store
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +25,30 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             yield World(base, cluster_up(FakeClusterSpec(SLICES, cpus_per_host=8), base, ".tpupipe", print), endpoint)
         finally:
             cluster_down(root)
+
+
+@pytest.fixture(scope="session")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The real embedded server."""
+    with embedded_store(tmp_path_factory.mktemp("embedded")) as url:
+        yield url
+
+
+@pytest.fixture
+def file_place(tmp_path: Path) -> Place:
+    """An empty folder."""
+    return Place(f"file://{tmp_path}/store", None)
+
+
+@pytest.fixture(params=["file", "gs"])
+def place(request: pytest.FixtureRequest, file_place: Place) -> Place:
+    """An empty place on each backend."""
+    if request.param == "file":
+        return file_place
+    return Place(f"gs://bucket-{uuid.uuid4().hex[:12]}/some/prefix", request.getfixturevalue("endpoint"))
+
+
+@pytest.fixture
+def store(place: Place) -> Store:
+    """An empty store on each backend."""
+    return place.open()

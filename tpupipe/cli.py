@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -144,7 +144,8 @@ def _run(
     job, config = resolve(build, config_files, overrides or ())
     _logs(config)
     _ship_by_value(build)
-    result = run(job, config, options)
+    with redirect_stdout(sys.stderr):  # Ray prints warnings of the cluster's to stdout
+        result = run(job, config, options)
     if as_json:
         typer.echo(result.to_json())
     else:

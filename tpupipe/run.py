@@ -14,7 +14,7 @@ from typing import Any
 
 from tpupipe.config import Config, Environment, environment, process_variables
 from tpupipe.data.sample import parse_sample
-from tpupipe.errors import InterruptedRunError, StageError, TpupipeError
+from tpupipe.errors import FencedError, InterruptedRunError, StageError, StoreError, TpupipeError
 from tpupipe.faults.driver import armed_driver, check_faults, counted, failing_store
 from tpupipe.faults.plan import Fault, parse_faults
 from tpupipe.faults.points import point
@@ -133,7 +133,7 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
             paths = RunPaths(job.name, options.name or identity.default_run)
             check_identity(store, paths, identity, allow_change=options.allow_change)
             with (
-                _lease(store, paths, options) as lease,
+                _lease(store, paths, options, stop) as lease,
                 EventLog(store, paths, lease.epoch) as log,
                 armed_driver(options.faults, log, store, paths),
                 counted(proxy, log),
@@ -224,12 +224,18 @@ class Attempt:
             raise self._ended("interrupted", interrupted) from error
         except TpupipeError as error:
             status = "interrupted" if isinstance(error, InterruptedRunError) else "failed"
-            raise self._ended(status, error) from error.__cause__
+            ended = self._ended(status, error)
+            raise ended from ended.__cause__
         except Exception as error:
             unexpected = StageError(f"Unexpected {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}")
             raise self._ended("failed", unexpected) from error
         result = self._result("done")
-        self.store.put(self.paths.result, result.to_json().encode())
+        try:
+            self.lease.check()
+        except FencedError as error:  # all that this attempt committed, it was allowed to
+            logger.warning("The result is not kept in the run's folder: %s", error.message)
+        else:
+            self.store.put(self.paths.result, result.to_json().encode())
         return result
 
     def _work(self, identity: Identity) -> None:
@@ -240,9 +246,9 @@ class Attempt:
         if all(stage["status"] == "done" for stage in self.stages.values()):
             self._say("every stage is complete already: nothing to reserve")
             return
+        point("run.lease_acquired", epoch=self.lease.epoch)
         from tpupipe.cluster.connect import connected
 
-        point("run.lease_acquired", epoch=self.lease.epoch)
         began = time.monotonic()
         with connected(
             self.config.cluster,
@@ -339,7 +345,20 @@ class Attempt:
         )
 
     def _ended(self, status: str, error: TpupipeError) -> TpupipeError:
-        """Notes how the attempt ended in the run's folder and on the error."""
+        """Notes how the attempt ended in the run's folder and on the error.
+
+        A driver that lost its run says so, whatever the loss showed itself as, and leaves the run's result alone.
+        """
+        ours = True
+        try:
+            self.lease.check()
+        except FencedError as fenced:
+            ours = False
+            fenced.__cause__ = error
+            status, error = "failed", fenced
+        except StoreError as failed:
+            ours = False
+            logger.warning("The result is not kept in the run's folder: %s", failed.message)
         if status == "interrupted":
             resume = f"the same command with --run {self.paths.run} resumes"
             self.stages = {n: {**s, "status": status} if s["status"] == "failed" else s for n, s in self.stages.items()}
@@ -347,7 +366,7 @@ class Attempt:
         result = self._result(status, error)
         self.log.emit("ended", f"run {self.paths.run}: {status}", level=logging.ERROR, status=status)
         error.data["result"] = result
-        if not self.lease.lost:
+        if ours:
             try:
                 self.store.put(self.paths.result, result.to_json().encode())
             except OSError as failed:
@@ -384,7 +403,7 @@ def endpoint_of(config: Config, env: Environment) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def _lease(store: Store, paths: RunPaths, options: RunOptions) -> Iterator[Lease]:
+def _lease(store: Store, paths: RunPaths, options: RunOptions, stop: StopRequest) -> Iterator[Lease]:
     with acquire(
         store,
         paths,
@@ -393,5 +412,7 @@ def _lease(store: Store, paths: RunPaths, options: RunOptions) -> Iterator[Lease
         on_wait=lambda _, waited_s: logger.info(
             "run %s: watching for a sign of life of its owner, %.0f s", paths.run, waited_s
         ),
+        # Nothing that follows could be committed: end now, and give the slice to the driver that took over.
+        on_lost=lambda _: stop.ask("the loss of the run"),
     ) as lease:
         yield lease

@@ -1,63 +1,24 @@
-"""Real stores, checkpoints without JAX for what only looks at objects, and processes with a number of devices."""
+"""Checkpoints without JAX for what only looks at objects, and processes with a number of devices."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.places import Place
 from tpupipe.checkpoint.commit import Commit, Leaf, SavedObject
-from tpupipe.local.server import embedded_store
 from tpupipe.store.layout import RunPaths
-from tpupipe.store.objects import Store, crc32c_of, open_store
+from tpupipe.store.objects import Store, crc32c_of
 from tpupipe.store.wiring import process_environment
 
 STAGE = "lm"
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The real embedded server."""
-    with embedded_store(tmp_path_factory.mktemp("embedded")) as url:
-        yield url
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a store is, to open it here or in another process."""
-
-    uri: str
-    endpoint: str | None
-
-    def open(self) -> Store:
-        return open_store(self.uri, endpoint=self.endpoint, timeout_s=30)
-
-
-@pytest.fixture
-def file_place(tmp_path: Path) -> Place:
-    """An empty folder."""
-    return Place(f"file://{tmp_path}/store", None)
-
-
-@pytest.fixture(params=["file", "gs"])
-def place(request: pytest.FixtureRequest, file_place: Place) -> Place:
-    """An empty place on each backend."""
-    if request.param == "file":
-        return file_place
-    return Place(f"gs://bucket-{uuid.uuid4().hex[:12]}/runs", request.getfixturevalue("endpoint"))
-
-
-@pytest.fixture
-def store(place: Place) -> Store:
-    """An empty store on each backend."""
-    return place.open()
 
 
 @pytest.fixture
@@ -135,6 +96,7 @@ import sys, warnings
 warnings.simplefilter("error")
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from tests.places import Place
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.checkpoint.restore import restore, restore_params
 from tpupipe.checkpoint.saver import Saver, SaveTarget

@@ -26,20 +26,12 @@ from tpupipe.errors import (
 )
 from tpupipe.faults.store_proxy import store_proxy
 from tpupipe.faults.store_requests import CONTROL_PATH
-from tpupipe.local.server import embedded_store
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Owner, acquire, read_standing
 from tpupipe.store.objects import open_store
 from tpupipe.store.wiring import process_environment
 
 CONTENT = bytes(range(256)) * 64
-
-
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory):
-    """The real embedded server."""
-    with embedded_store(tmp_path_factory.mktemp("embedded")) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

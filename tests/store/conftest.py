@@ -1,4 +1,4 @@
-"""Real stores, a proxy that fails as told in front of the real server, and real racing processes."""
+"""A proxy that fails as told in front of the real server, and real racing processes."""
 
 from __future__ import annotations
 
@@ -8,54 +8,12 @@ import os
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tpupipe.faults.store_proxy import StoreProxy, store_proxy
-from tpupipe.local.server import embedded_store
-from tpupipe.store.objects import Store, open_store
-
-
-@pytest.fixture(scope="session")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The real embedded server."""
-    with embedded_store(tmp_path_factory.mktemp("embedded")) as url:
-        yield url
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a store is, to open it here or in another process."""
-
-    uri: str
-    endpoint: str | None
-
-    def open(self, **options) -> Store:
-        return open_store(self.uri, endpoint=self.endpoint, **options)
-
-    @property
-    def code(self) -> str:
-        return f"open_store({self.uri!r}, endpoint={self.endpoint!r})"
-
-
-@pytest.fixture(params=["file", "gs"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """An empty place on each backend."""
-    if request.param == "file":
-        return Place(f"file://{tmp_path}/store", None)
-    url = request.getfixturevalue("endpoint")
-    return Place(f"gs://bucket-{uuid.uuid4().hex[:12]}/some/prefix", url)
-
-
-@pytest.fixture
-def store(place: Place) -> Store:
-    """An empty store on each backend."""
-    return place.open(timeout_s=30)
-
 
 # -- faults ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpupipe.errors import FencedError, RunHeldError, StoreError
+from tpupipe.errors import FencedError, RunHeldError, StoreDeniedError, StoreError
 from tpupipe.faults import points
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Fence, Standing, acquire, decide, read_standing
@@ -167,8 +167,14 @@ def test_taking_over_fences_the_other(store):
 
 def test_a_fenced_holder_notices_by_itself(store, until):
     """The beating thread finds the higher epoch without a commit being tried."""
-    with acquire(store, PATHS, Owner.here(), beat_s=0.05) as first, acquire(store, PATHS, Owner.here(), take_over=True):
-        until(lambda: first.lost)
+    told = []
+    with (
+        acquire(store, PATHS, Owner.here(), beat_s=0.05, on_lost=told.append) as first,
+        acquire(store, PATHS, Owner.here(), take_over=True),
+    ):
+        until(lambda: told)
+        assert first.lost
+    assert told == ["another driver has taken the run over"]
 
 
 # -- others -------------------------------------------------------------------------------------------
@@ -315,6 +321,29 @@ def test_a_lease_outlives_a_short_failure(proxy, until):
         proxy.set("503@create,times=4")
         until(lambda: read_standing(store, paths).beat >= 5)
         lease.check()
+
+
+def test_a_first_beat_that_fails_is_tried_again(proxy, until):
+    """The lease is made, then the store refuses for a while: the driver keeps its lease and beats when it can."""
+    store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
+    paths = RunPaths("lm", f"r{time.time_ns()}")
+    proxy.set("503@create,name=beat,times=6")  # a beat is tried five times
+    with acquire(store, paths, Owner.here(), beat_s=0.5) as lease:
+        assert read_standing(store, paths).beat == 0
+        with pytest.raises(RunHeldError):
+            acquire(store, paths, Owner.here())
+        until(lambda: read_standing(store, paths).beat >= 2)
+        lease.check()
+        assert lease.epoch == 1
+    assert read_standing(store, paths).released
+
+
+def test_a_lease_that_may_not_be_kept_is_an_error_at_once(proxy):
+    """Objects may be made but not rewritten: no lease that is lost half a minute later."""
+    store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
+    proxy.set("403@create,name=beat")
+    with pytest.raises(StoreDeniedError, match=r"beat\.json"):
+        acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here())
 
 
 def test_a_store_that_cannot_be_asked_permits_nothing(proxy):

@@ -23,6 +23,7 @@ from tpupipe.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     RunHeldError,
+    StoreDeniedError,
     StoreError,
     TpupipeError,
 )
@@ -151,6 +152,7 @@ def acquire(
     beat_s: float = 5.0,
     take_over: bool = False,
     on_wait: Callable[[Standing, float], None] | None = None,
+    on_lost: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.time,
     tick: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
@@ -168,6 +170,7 @@ def acquire(
         beat_s: Seconds between two beats.
         take_over: Take the run whoever owns it; the other one's commits are refused from then on.
         on_wait: Called with the standing and the seconds watched, once per look, while waiting.
+        on_lost: Called once with the reason, from the beating thread, if that finds that the run is ours no more.
         clock: Wall clock in seconds since 1970.
         tick: Monotonic seconds.
         pause: Waits so many seconds.
@@ -177,6 +180,7 @@ def acquire(
 
     Raises:
         RunHeldError: A live driver owns the run.
+        StoreDeniedError: The lease may be made but not kept: rewriting its beat is refused.
         StoreError: The store failed.
     """
     watched: Standing | None = None
@@ -210,7 +214,9 @@ def acquire(
             except ObjectExistsError:
                 races += 1  # somebody else was faster; look at who
                 continue
-            return Lease(store, paths, owner, epoch, token, ttl_s=ttl_s, beat_s=beat_s, clock=clock, tick=tick)
+            return Lease(
+                store, paths, owner, epoch, token, ttl_s=ttl_s, beat_s=beat_s, on_lost=on_lost, clock=clock, tick=tick
+            )
         if on_wait is not None and standing is not None:
             on_wait(standing, tick() - since_s)
         pause(min(1.0, beat_s / 2, ttl_s / 4))
@@ -260,6 +266,7 @@ class Lease:
         *,
         ttl_s: float,
         beat_s: float,
+        on_lost: Callable[[str], None] | None,
         clock: Callable[[], float],
         tick: Callable[[], float],
     ) -> None:
@@ -269,6 +276,7 @@ class Lease:
         self._token = token
         self._ttl_s = ttl_s
         self._beat_s = beat_s
+        self._on_lost = on_lost
         self._clock = clock
         self._tick = tick
         self._fence = Fence(store, paths, epoch)
@@ -282,8 +290,16 @@ class Lease:
         self._releasing = threading.Lock()
         self._beating = threading.Lock()
         self._released = False
-        self._beat(released=False)
-        self._thread = threading.Thread(target=self._keep_beating, name="tpupipe-lease", daemon=True)
+        silent = False
+        try:
+            self._beat(released=False)
+        except StoreDeniedError:
+            raise  # no waiting mends that
+        except StoreError as error:
+            # Others take the making of the lease for its first sign of life, so there is time to try again.
+            _log.warning("lease %d of %s: no first beat yet: %s", epoch, paths.root, error)
+            silent = True
+        self._thread = threading.Thread(target=self._keep_beating, args=(silent,), name="tpupipe-lease", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -344,22 +360,29 @@ class Lease:
                 )
             self._thread.join(_JOIN_S)
 
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(self._beat_s):
+    def _keep_beating(self, silent: bool) -> None:
+        while not self._stop.wait(self._beat_s / 5 if silent else self._beat_s):
             try:
                 point("lease.beat", beat=self._beats + 1, epoch=self.epoch)
                 self._beat(released=False)
                 self._fence.check()
+                silent = False
             except FencedError as error:
-                self._lost = error.data["reason"]
-                _log.error("lease %d of %s is lost: %s", self.epoch, self._paths.root, self._lost)
+                self._lose(error.data["reason"])
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a missed beat, and the next one may do
+                silent = True
                 silent_s = self._tick() - self._beaten
                 _log.warning("lease %d of %s: no beat for %.1f s: %s", self.epoch, self._paths.root, silent_s, error)
                 if silent_s > self._ttl_s:
-                    self._lost = _no_beat(silent_s, error)
+                    self._lose(_no_beat(silent_s, error))
                     return
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
+        _log.error("lease %d of %s is lost: %s", self.epoch, self._paths.root, reason)
+        if self._on_lost is not None:
+            self._on_lost(reason)
 
     def _beat(self, *, released: bool) -> None:
         with self._beating:
