@@ -119,9 +119,8 @@ def test_an_unreadable_newest_checkpoint_costs_ten_steps_and_two_of_them_the_run
     job = {"steps": 20, "every": 10}
 
     def lose_an_array(step: int) -> None:
-        for found in list_checkpoints(store, paths, "fit"):
-            if found.step == step:
-                store.delete(f"{found.folder}/{max(n for n in found.objects if '/d/' in n)}", missing_ok=False)
+        found = next(f for f in list_checkpoints(store, paths, "fit") if f.step == step)  # the newest of that step
+        store.delete(f"{found.folder}/{max(n for n in found.objects if '/d/' in n)}", missing_ok=False)
 
     def forget_the_end() -> None:
         """As if the driver had died before it wrote that training is over."""
