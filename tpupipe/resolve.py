@@ -38,6 +38,8 @@ _KEYS: dict[str, tuple[type[Stage], ...]] = {
     "batch_rows": (Infer,),
     "concurrency": (Preprocess, Infer),
     "stall_timeout_s": (Preprocess, Train, Infer),
+    "compile_timeout_s": (Train,),
+    "restore_timeout_s": (Train,),
 }
 _DECLARED = ("batch_size", "seed", "mesh", "sharding", "chunk_rows", "batch_rows")
 

@@ -33,6 +33,10 @@ class StopRequest:
         """Whether somebody asked."""
         return self._asked.is_set()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until somebody asks, at most ``timeout_s`` seconds; whether somebody did."""
+        return self._asked.wait(timeout_s)
+
     def check(self) -> None:
         """Ends the stage here if somebody asked.
 

@@ -59,8 +59,11 @@ def test_a_small_world_has_the_documented_defaults(write):
     assert config.budgets.model_dump() == {
         "worker_failures": 3,
         "host_failures": 3,
+        "slice_failures": 3,
         "preemptions": 16,
         "app_errors": 0,
+        "store_failures": 8,
+        "stalls": 3,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,20 @@ def failing_map(_: Any) -> Any:
     raise ZeroDivisionError("the job's own mistake")
 
 
+def hang_for_ever() -> None:
+    threading.Event().wait()
+
+
 class Model:
-    def __init__(self, steps: int, batch_size: int, width: int, broken: bool) -> None:
-        self.steps, self.batch_size, self.width, self.broken = steps, batch_size, width, broken
+    def __init__(self, steps: int, batch_size: int, width: int, break_at: str) -> None:
+        self.steps, self.batch_size, self.width, self.break_at = steps, batch_size, width, break_at
 
     def init(self, key: Any) -> Any:
         import jax
         import jax.numpy as jnp
 
+        if self.break_at == "init":
+            hang_for_ever()
         return {
             "params": {"w": jax.random.normal(key, (self.width, 4)), "b": jnp.zeros((self.width,))},
             "order": jnp.full((self.steps, self.batch_size), -1, jnp.int32),
@@ -50,7 +57,7 @@ class Model:
         import jax
         import jax.numpy as jnp
 
-        if self.broken:
+        if self.break_at == "step":
             raise ZeroDivisionError("the job's own mistake")
         x = jnp.sin(batch["id"].astype(jnp.float32))[:, None] * jnp.ones((1, self.width))
 
@@ -75,7 +82,7 @@ def no_rows(_: Any) -> Any:
 
 
 def model(cfg: Params) -> Model:
-    return Model(cfg.steps, cfg.batch_size, cfg.width, cfg.break_at == "step")
+    return Model(cfg.steps, cfg.batch_size, cfg.width, cfg.break_at)
 
 
 def build(cfg: Params) -> tpupipe.Job:

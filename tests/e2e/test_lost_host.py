@@ -18,8 +18,8 @@ def test_a_lost_host_costs_a_new_reservation_and_no_answer(runner: Runner, undis
         assert result.stages["fit"][digest] == undisturbed.stages["fit"][digest]
     scores = runner.outputs("a", "scores")
     assert scores["id"] == list(range(100))
-    kinds = [f["failure"]["kind"] for f in runner.events("a", "failure") if "failure" in f]
-    assert kinds == ["host_failures"], "noticed as what it is, although Ray's table lags"
+    kinds = [(f["stage"], f["failure"]["kind"]) for f in runner.events("a", "failure")]
+    assert kinds == [("fit", "host_failures"), ("scores", "host_failures")], "as what it is, although Ray's table lags"
     reserved = [e for e in runner.events("a", "say") if "reserved" in e["message"]]
     assert len(reserved) == 3
     assert [e["step"] for e in runner.events("a", "train_start")] == [0, 5]

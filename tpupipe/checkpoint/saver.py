@@ -16,6 +16,7 @@ from typing import Any
 from tpupipe.checkpoint.commit import Commit, SavedObject
 from tpupipe.checkpoint.prune import prune
 from tpupipe.checkpoint.tree import checkpointer, leaves_of, save_args
+from tpupipe.checkpoint.writing import Patience, array_bytes, repeated_requests
 from tpupipe.errors import CheckpointSaveError, ObjectExistsError, StoreError, TpupipeError
 from tpupipe.faults.points import point
 from tpupipe.store.layout import ARRAYS, COMMIT_NAME, RunPaths
@@ -40,6 +41,7 @@ class SaveTarget:
             apart from those of the next one.
         keep: Committed checkpoints to keep.
         timeout_s: Bound on one background save.
+        silence_s: Bound on the time in which nothing of it reaches the store, beside what its bytes may take.
     """
 
     store: Store
@@ -49,6 +51,7 @@ class SaveTarget:
     restart: int
     keep: int
     timeout_s: float = 600.0
+    silence_s: float = 105.0
 
     def folder(self, step: int) -> str:
         """Folder of the checkpoint of ``step`` that this start of the workers writes."""
@@ -86,6 +89,8 @@ class Saver:
         self._failure: BaseException | None = None
         self._step = -1
         self._verified: set[str] = set()
+        self._writing: threading.Thread | None = None
+        self.retries = 0  # requests of the newest committed save that this process had to repeat
 
     @property
     def last_step(self) -> int:
@@ -109,7 +114,7 @@ class Saver:
         point("save.start", step=step)
         folder = target.folder(step)
         arrays = f"{folder}/{ARRAYS}"
-        leaves = leaves_of(state)
+        leaves, size_bytes = leaves_of(state), array_bytes(state)
         try:
             # Orbax copies to host memory here and writes behind; `force` clears what a dead try of this very start left.
             self._checkpointer.save(target.store.uri(arrays), args=save_args(state), force=True)
@@ -120,7 +125,7 @@ class Saver:
         self._step = step
         self._background = threading.Thread(
             target=self._complete,
-            args=(step, folder, leaves, dict(metrics), began),
+            args=(step, folder, leaves, size_bytes, dict(metrics), began),
             name=f"{_SAVING}{step}",
             daemon=True,
         )
@@ -160,17 +165,24 @@ class Saver:
         self.check()
 
     def close(self) -> None:
-        """Waits for the save under way and frees Orbax's threads."""
+        """Waits for the save under way and frees Orbax's threads, unless they still write."""
         try:
             self.finish()
         finally:
-            self._checkpointer.close()
+            if self._writing is not None and self._writing.is_alive():
+                self._checkpointer.cancel()  # closing would wait for what was given up on
+            else:
+                self._checkpointer.close()
 
     # -- in the background -------------------------------------------------------------------
 
-    def _complete(self, step: int, folder: str, leaves: Any, metrics: dict[str, float], began: float) -> None:
+    def _complete(  # noqa: PLR0917 - one save, handed to its thread
+        self, step: int, folder: str, leaves: Any, size_bytes: int, metrics: dict[str, float], began: float
+    ) -> None:
         try:
-            self._checkpointer.wait_until_finished()
+            before = repeated_requests()
+            self._write(folder, size_bytes)
+            self.retries = repeated_requests() - before
             if self._primary:
                 point("save.arrays_written", step=step)
                 commit = self._commit(step, folder, leaves, metrics)
@@ -178,6 +190,32 @@ class Saver:
                 self._prune()
         except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to: the loop asks by check()
             self._failure = error
+
+    def _write(self, folder: str, size_bytes: int) -> None:
+        """Waits until the arrays are durable, as long as there is progress: Orbax's own wait is only bounded as a whole.
+
+        Raises:
+            StoreTimeoutError: Nothing new reached the store for too long.
+            Exception: What Orbax raised.
+        """
+        target = self._target
+        raised: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self._checkpointer.wait_until_finished()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised.append(error)
+
+        self._writing = threading.Thread(target=wait, name="save-arrays", daemon=True)
+        self._writing.start()
+        patience = Patience(target.store, f"{folder}/{ARRAYS}/", target.silence_s, size_bytes)
+        while self._writing.is_alive():
+            self._writing.join(patience.interval_s)
+            if self._writing.is_alive():
+                patience.look()
+        if raised:
+            raise raised[0]
 
     def _prune(self) -> None:
         target = self._target
@@ -206,7 +244,8 @@ class Saver:
         point("save.before_commit", step=step)
         name = f"{folder}/{COMMIT_NAME}"
         try:
-            target.store.create(name, commit.to_json())
+            info = target.store.create(name, commit.to_json())
+            self.retries += info.attempts - 1
         except ObjectExistsError as error:
             raise CheckpointSaveError(
                 f"Step {step} is already committed under lease epoch {target.fence.epoch}: {target.store.uri(name)}.",

@@ -167,6 +167,8 @@ class StageConfig(_Section):
         batch_rows: Inference: rows of one padded batch.
         concurrency: Preprocessing and inference: units at work at a time.
         stall_timeout_s: A step or unit that takes longer is a failure.
+        compile_timeout_s: Training: the same for ``init`` and for compiling.
+        restore_timeout_s: Training: the same for restoring a checkpoint.
     """
 
     checkpoint: CheckpointConfig | None = None
@@ -182,6 +184,8 @@ class StageConfig(_Section):
     batch_rows: Count | None = None
     concurrency: int | None = Field(default=None, ge=1, le=100_000)
     stall_timeout_s: Seconds | None = None
+    compile_timeout_s: Seconds | None = None
+    restore_timeout_s: Seconds | None = None
 
     @field_validator("steps")
     @classmethod
@@ -207,14 +211,20 @@ class BudgetsConfig(_Section):
     Args:
         worker_failures: Worker processes that died on a host that lives.
         host_failures: Hosts lost without notice.
+        slice_failures: Slices of several hosts of which all were lost at once.
         preemptions: Hosts lost with notice.
         app_errors: Exceptions of the job's own code; they rarely go away by trying again.
+        store_failures: Times the store could not be reached, with all retries of the operation.
+        stalls: Workers that made no progress for the time-out of what they did.
     """
 
     worker_failures: Failures = 3
     host_failures: Failures = 3
+    slice_failures: Failures = 3
     preemptions: Failures = 16
     app_errors: Failures = 0
+    store_failures: Failures = 8
+    stalls: Failures = 3
 
 
 class CostConfig(_Section):

@@ -43,6 +43,7 @@ POINTS: Mapping[str, PointInfo] = {
     "save.arrays_written": PointInfo("step", "worker", "all arrays are durable, no commit record (primary process)"),
     "save.before_commit": PointInfo("step", "worker", "the lease was checked, the record is not created (primary)"),
     "save.after_commit": PointInfo("step", "worker", "the record exists, nobody was told (primary)"),
+    "train.trained": PointInfo("step", "worker", "all steps are done and committed, and the driver was told"),
     "restore.start": PointInfo("step", "worker", "a restore begins"),
     "restore.done": PointInfo("step", "worker", "all arrays were read; no step is done, no row is scored"),
 }

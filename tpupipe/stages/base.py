@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -93,8 +93,16 @@ class StageRun:
 
 
 @contextlib.contextmanager
-def reported(coordinator: CoordinatorHandle, **where: Any) -> Iterator[None]:
-    """Tells the driver of an error before it goes on its way: Ray's wrappers do not bring it there whole."""
+def reported(
+    coordinator: CoordinatorHandle, *, reached: Callable[[], Mapping[str, Any]] = dict, **where: Any
+) -> Iterator[None]:
+    """Tells the driver of an error before it goes on its way: Ray's wrappers do not bring it there whole.
+
+    Args:
+        coordinator: Where to tell it.
+        reached: Asked for more facts when there is an error, such as the step.
+        where: Facts that are known before.
+    """
     try:
         yield
     except Exception as error:
@@ -105,6 +113,7 @@ def reported(coordinator: CoordinatorHandle, **where: Any) -> Iterator[None]:
                 what=f"{type(error).__name__}: {error}",
                 traceback=traceback.format_exc(limit=-12),
                 **where,
+                **reached(),
             )
         )
         raise

@@ -160,6 +160,7 @@ class StageContext:
                 seconds=seconds,
                 size_bytes=commit.size_bytes,
                 objects=len(commit.objects),
+                retries=self._saver.retries,
             )
         )
 
@@ -189,6 +190,11 @@ class StageContext:
         """Hands events to the driver, once for all processes: only process 0 does."""
         if self.rank == 0:
             self.report(*records)
+
+    def tell_now(self, record: Mapping[str, Any]) -> None:
+        """As ``tell``, and waits until it is there: what comes next may be this process's end."""
+        if self.rank == 0:
+            self._coordinator.report_now({"rank": self.rank, **record})
 
     def report(self, *records: Mapping[str, Any]) -> None:
         """Hands events of this process to the driver."""

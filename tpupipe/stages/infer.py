@@ -21,11 +21,12 @@ from tpupipe.errors import JobError, NoIntactCheckpointError, StageError, Tpupip
 from tpupipe.job import Infer, Train, default_params
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, failure_of, tell_fault, told_errors
-from tpupipe.stages.failures import Budget, Failure, Kind
+from tpupipe.stages.failures import Budget, Failure, Kind, loss, unreachable
 from tpupipe.stages.finished import read_manifest, units_done
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, ParamsSource, UnitDone
 from tpupipe.stages.record import read_train_record
 from tpupipe.stages.result import StageResult
+from tpupipe.stages.retry import charge
 from tpupipe.stages.stall import STALL_TIMEOUT_S
 from tpupipe.stages.units import (
     UnitTarget,
@@ -208,9 +209,10 @@ class _Pool:
         self._plan = plan
         self._positions = {unit.id: index for index, unit in enumerate(units)}
         self._seconds = seconds
-        self._budget = Budget(run.config.budgets, stage.name)
+        self._budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
         self._workers: list[_Worker] = []
         self._errors: list[TpupipeError] = []
+        self._stalls: list[Mapping[str, Any]] = []
 
     def work(self, pending: Sequence[Unit]) -> list[UnitDone]:
         """Does all units. Ends the workers on every way out."""
@@ -272,35 +274,50 @@ class _Pool:
                 return  # the set of workers may be another one now
             except RayError as error:
                 self._book()
-                raise failure_of(error, self._errors, self._stage.name) from error
+                if not self._errors or not all(map(unreachable, self._errors)):
+                    raise failure_of(error, self._errors, self._stage.name) from error
+                queue.appendleft(worker.given.popleft()[1])
+                self._charge_store()
+                return
 
     def _replace(self, worker: _Worker, queue: deque[Unit], error: RayError) -> None:
         """Puts a lost worker's units back and starts another in its place, on a new slice if a host was lost."""
         self._book()
-        if self._errors:  # it did not die, it said why it could not start
-            raise self._errors[0]
         reservation = self._run.reservation
         lost = reservation.lost_hosts() if reservation else []
-        kind = Kind.HOST if lost else Kind.WORKER
-        what = f"{len(lost)} host(s) of the slice were lost" if lost else f"inference worker {worker.rank} died"
         gone = self._workers if lost else [worker]
-        units_back = sum(len(each.given) for each in gone)
-        self._run.log.emit(
-            "failure",
-            f"{self._stage.name}: {what}; {units_back} unit(s) go back",
-            level=logging.WARNING,
-            stage=self._stage.name,
-            units_back=units_back,
-        )
-        self._budget.charge(Failure(kind, None, what, str(error)))
+        if self._errors:  # it did not die, it said why it could not start
+            if not all(map(unreachable, self._errors)):
+                raise self._errors[0]
+            self._charge_store()
+        else:
+            units_back = sum(len(each.given) for each in gone)
+            charge(self._run, self._budget, self._failure(worker, error, lost), units_back=units_back)
         for each in gone:
             queue.extendleft(unit for _, unit in reversed(each.given))
             ray.kill(each.actor)
         if lost and reservation is not None:
-            reservation.renew(what)
+            reservation.renew(loss([h.slice_index for h in reservation.hosts], [h.slice_index for h in lost])[1])
             self._start_all(len(self._workers))
         else:
             self._workers[self._workers.index(worker)] = self._start(worker.rank)
+
+    def _failure(self, worker: _Worker, error: RayError, lost: Sequence[Host]) -> Failure:
+        reservation = self._run.reservation
+        if lost and reservation is not None:
+            kind, what = loss([h.slice_index for h in reservation.hosts], [h.slice_index for h in lost])
+            return Failure(kind, None, what, str(error))
+        given = {unit.id for _, unit in worker.given}
+        for stall in [s for s in self._stalls if s["unit"] in given]:
+            self._stalls.remove(stall)
+            what = f"unit {stall['unit']}: {stall['phase']}"
+            return Failure(Kind.STALLED, self._positions[stall["unit"]], what, stall["traceback"], stall["uri"])
+        return Failure(Kind.WORKER, None, f"inference worker {worker.rank} died", str(error))
+
+    def _charge_store(self) -> None:
+        what = self._errors[0].message.splitlines()[0]
+        self._errors.clear()
+        charge(self._run, self._budget, Failure(Kind.STORE, None, what))
 
     def _book(self) -> None:
         for record in self._run.absorb(self._stage.name):
@@ -312,6 +329,7 @@ class _Pool:
                 case "worker_error":
                     self._errors += told_errors([record])
                 case "stalled":
+                    self._stalls.append(record)
                     self._run.log.emit(
                         "stall", f"{self._stage.name}: {record['what']}", level=logging.WARNING, uri=record["uri"]
                     )

@@ -1,18 +1,20 @@
 """A watchdog inside worker processes: what makes no progress says where it stands and ends.
 
 The process that stalls is the one that can show its own stacks, on a cluster as on a laptop; its end is noticed like
-any other death and charged to the workers' budget.
+any other death and charged to the budget for stalls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tpupipe.errors import StoreError
@@ -21,8 +23,13 @@ from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store
 
+START_TIMEOUT_S = 600.0
 STALL_TIMEOUT_S = 600.0
+COMPILE_TIMEOUT_S = 1800.0
+RESTORE_TIMEOUT_S = 1800.0
 EXIT_STATUS = 70
+
+logger = logging.getLogger("tpupipe")
 
 
 class Place(Protocol):
@@ -38,29 +45,70 @@ class Place(Protocol):
     def stage(self) -> str: ...  # noqa: D102
 
 
-class Watchdog:
-    """Ends this process when ``beat`` is not called for ``timeout_s``.
+@dataclass(frozen=True)
+class Phase:
+    """Something that must make progress.
 
     Args:
-        timeout_s: Seconds without progress.
-        what: What is being done, for the message.
+        timeout_s: Seconds without progress after which it is a failure.
+        doing: What is being done, for the message: ``"in a step"``.
+        key: The configuration key that sets the seconds, for the message; empty where none does.
+    """
+
+    timeout_s: float
+    doing: str = ""
+    key: str = "stall_timeout_s"
+
+    def __str__(self) -> str:
+        bound = f"{self.key} {self.timeout_s:g}" if self.key else f"bound {self.timeout_s:g} s"
+        return f"no progress {self.doing} ({bound})" if self.doing else f"no progress ({bound})"
+
+
+class Watchdog:
+    """Ends this process when ``beat`` is not called for the time-out of the phase it is in.
+
+    Args:
+        phase: The first phase, or its time-out in seconds.
+        what: Who it is about, for the message.
         place: Where the stacks are put.
         coordinator: Who is told.
+        step: The step that is reached at first, where there are steps.
         facts: Added to the event (``rank``, ``unit``).
     """
 
-    def __init__(self, timeout_s: float, what: str, place: Place, coordinator: CoordinatorHandle, **facts: Any) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        phase: Phase | float,
+        what: str,
+        place: Place,
+        coordinator: CoordinatorHandle,
+        *,
+        step: int | None = None,
+        **facts: Any,
+    ) -> None:
+        self._phase = phase if isinstance(phase, Phase) else Phase(phase)
         self._what = what
         self._place = place
         self._coordinator = coordinator
         self._facts = facts
+        self._step = step
         self._last = time.monotonic()
         self._done = threading.Event()
 
-    def beat(self) -> None:
-        """Says that there was progress. One assignment: call it every step."""
+    def beat(self, step: int | None = None) -> None:
+        """Says that there was progress, and the steps done. Two assignments: call it every step."""
+        if step is not None:
+            self._step = step
         self._last = time.monotonic()
+
+    def enter(self, phase: Phase) -> None:
+        """Says that something else begins."""
+        self._last = time.monotonic()  # first: a shorter bound must not be compared with the old phase's silence
+        self._phase = phase
+
+    def reached(self) -> Mapping[str, Any]:
+        """The steps done, as a fact; empty where there are no steps."""
+        return {} if self._step is None else {"step": self._step}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watchdog]:
@@ -75,12 +123,20 @@ class Watchdog:
             thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(min(1.0, self._timeout_s / 4)):
-            silent_s = time.monotonic() - self._last
-            if silent_s > self._timeout_s:
-                self._end(silent_s)
+        while not self._done.wait(min(1.0, self._phase.timeout_s / 4)):
+            phase = self._phase
+            if time.monotonic() - self._last > phase.timeout_s and phase is self._phase:
+                self._end(phase)
 
-    def _end(self, silent_s: float) -> None:
+    def _end(self, phase: Phase) -> None:
+        try:
+            self._tell(phase)
+        except Exception:
+            logger.exception("a stall could not be told of")  # into the worker's own log file
+        finally:
+            os._exit(EXIT_STATUS)
+
+    def _tell(self, phase: Phase) -> None:
         place = self._place
         name = place.paths.stacks(place.stage, f"{int(time.time())}-{os.getpid()}")
         with tempfile.TemporaryFile() as file:
@@ -92,10 +148,14 @@ class Watchdog:
             uri = place.store.uri(name)
         except StoreError as error:
             uri = f"(not kept: {error.message})"
-        what = (
-            f"{self._what} made no progress for {silent_s:.0f} s (stall_timeout_s {self._timeout_s:g}); stacks: {uri}"
-        )
         self._coordinator.report_now(
-            event("stalled", what=what, uri=uri, traceback=stacks.decode(errors="replace")[-3000:], **self._facts)
+            event(
+                "stalled",
+                what=f"{self._what}: {phase}; stacks: {uri}",
+                phase=str(phase),
+                uri=uri,
+                traceback=stacks.decode(errors="replace")[-3000:],
+                **self.reached(),
+                **self._facts,
+            )
         )
-        os._exit(EXIT_STATUS)

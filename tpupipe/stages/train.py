@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -29,11 +28,12 @@ from tpupipe.job import Train
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, last_lines
 from tpupipe.stages.context import Restorable
-from tpupipe.stages.failures import Budget, Failure, Kind, final_error
+from tpupipe.stages.failures import Budget, Failure, Kind, final_error, loss, unreachable
 from tpupipe.stages.finished import read_manifest, trained
 from tpupipe.stages.record import TrainRecord, write_train_record
 from tpupipe.stages.result import StageResult
-from tpupipe.stages.stall import STALL_TIMEOUT_S
+from tpupipe.stages.retry import answered, charge
+from tpupipe.stages.stall import COMPILE_TIMEOUT_S, RESTORE_TIMEOUT_S, STALL_TIMEOUT_S
 from tpupipe.stages.train_group import RAY_TRAIN_SETTINGS, TrainGroups
 from tpupipe.stages.train_worker import TrainPlan
 from tpupipe.stages.units import require_rows
@@ -42,6 +42,7 @@ from tpupipe.stages.watch import Ending, Recovery, TrainWatch
 POLL_S = 0.1
 LOG_EVERY_S = 5.0
 SAVE_TIMEOUT_FACTOR = 10.0  # a save is many operations, each bounded by store.timeout_s
+SAVE_SILENCE_FACTOR = 1.75  # as for one operation of the store with its retries
 
 
 def run_train(stage: Train, run: StageRun) -> StageResult:
@@ -66,11 +67,12 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         "shuffle": stage.shuffle,
     }
     stream = Stream(manifest.chunk_rows, **options)  # type: ignore[arg-type]
+    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
     with process_variables(RAY_TRAIN_SETTINGS), contextlib.closing(TrainGroups(stage, run)) as groups:
         ending, first_step, unreadable = _until_trained(
-            stage, run, groups, options=options, seconds=seconds, steps=stream.steps
+            stage, run, groups, budget, options=options, seconds=seconds, steps=stream.steps
         )
-    final = newest_intact(run.store, run.paths, stage.name, exclude=unreadable)
+    final = answered(run, budget, lambda: newest_intact(run.store, run.paths, stage.name, exclude=unreadable))
     if final.commit is None or final.commit.step != stream.steps:
         found = "none" if final.commit is None else f"step {final.commit.step}"
         raise StageError(
@@ -94,20 +96,26 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
 
 
 def _until_trained(
-    stage: Train, run: StageRun, groups: TrainGroups, *, options: Mapping[str, Any], seconds: Seconds, steps: int
+    stage: Train,
+    run: StageRun,
+    groups: TrainGroups,
+    budget: Budget,
+    *,
+    options: Mapping[str, Any],
+    seconds: Seconds,
+    steps: int,
 ) -> tuple[Mapping[str, Any], int, set[str]]:
     """Starts workers until they have done all steps.
 
     Returns:
         What they reported at the end, the step of the first start, and folders of checkpoints that could not be read.
     """
-    budget = Budget(run.config.budgets, stage.name)
     unreadable: set[str] = set()
     first_step: int | None = None
     restart = 0
     recovery: Recovery | None = None
     while True:
-        selection = _select(stage, run, unreadable)
+        selection = answered(run, budget, lambda: _select(stage, run, unreadable))
         at = selection.commit.step if selection.commit else 0
         first_step = at if first_step is None else first_step
         _tell_start(stage, run, steps, selection, restart)
@@ -120,7 +128,7 @@ def _until_trained(
         if ending.trained is not None:
             return ending.trained, first_step, unreadable  # also if a worker fell over afterwards: all was committed
         recovery = watch.recovery()
-        unreadable |= _handle(watch, selection, error, budget, groups)
+        unreadable.update(_handle(watch, selection, error, budget, groups))
         restart += 1
 
 
@@ -174,6 +182,8 @@ def _tell_start(stage: Train, run: StageRun, steps: int, selection: Selection, r
 def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[str, Any], restart: int) -> TrainPlan:
     spec = run.config.cluster.slice_spec()
     policy = SavePolicy.of(stage.checkpoint)
+    settings = run.settings(stage.name)
+    stall_timeout_s = settings.stall_timeout_s or STALL_TIMEOUT_S
     return TrainPlan(
         stage=stage,
         target=SaveTarget(
@@ -184,6 +194,7 @@ def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[st
             restart,
             policy.keep,
             timeout_s=SAVE_TIMEOUT_FACTOR * run.config.store.timeout_s,
+            silence_s=SAVE_SILENCE_FACTOR * run.config.store.timeout_s,
         ),
         policy=policy,
         start=Restorable(selection.folder, selection.commit) if selection.commit else None,
@@ -193,9 +204,11 @@ def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[st
         slices=spec.slices if spec else 1,
         coordinator=run.coordinator,
         faults=run.faults,
-        log_every_s=run.settings(stage.name).log_every_s or LOG_EVERY_S,
+        log_every_s=settings.log_every_s or LOG_EVERY_S,
         started_s=time.time(),
-        stall_timeout_s=run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
+        stall_timeout_s=stall_timeout_s,
+        compile_timeout_s=settings.compile_timeout_s or max(COMPILE_TIMEOUT_S, stall_timeout_s),
+        restore_timeout_s=settings.restore_timeout_s or max(RESTORE_TIMEOUT_S, stall_timeout_s),
     )
 
 
@@ -235,24 +248,24 @@ def _handle(
     lost = run.reservation.lost_hosts() if run.reservation else []
     known = ending.known_errors()
     # When a process is gone, saves of the others fail with it; that is no failure of the store.
-    bereaved = bool(lost or dead_ranks(error))
+    bereaved = bool(lost or ending.stalls or dead_ranks(error))
     final = final_error([e for e in known if not (bereaved and isinstance(e, CheckpointSaveError))])
     if final is not None:
         raise final
     damaged = [e for e in known if isinstance(e, CheckpointError) and not isinstance(e, CheckpointSaveError)]
-    if damaged and selection.commit is not None and not bereaved and not _reads_whole(run, watch.stage, selection):
+    if (
+        damaged
+        and selection.commit is not None
+        and not bereaved
+        and not answered(run, budget, lambda: _reads_whole(run, watch.stage, selection))
+    ):
         message = f"{damaged[0].message} Trying an older checkpoint."
         watch.tell("checkpoint_unreadable", message, logging.WARNING, step=selection.commit.step)
         return {selection.folder}
-    failure = classify(error, ending, lost_hosts=len(lost))
-    watch.tell(
-        "failure",
-        f"{failure.what} (charged to {failure.kind.value})",
-        logging.WARNING,
-        step=ending.step,
-        failure=asdict(failure),
-    )
-    budget.charge(failure)
+    hosts = run.reservation.hosts if run.reservation else ()
+    lost_as = loss([h.slice_index for h in hosts], [h.slice_index for h in lost]) if lost else None
+    failure = classify(error, ending, lost_as)
+    charge(run, budget, failure, ending.step)
     if run.reservation is not None and (lost or failure.kind is Kind.PREEMPTED):
         groups.drop()  # it stands on the hosts that are given back
         run.reservation.renew(failure.what)
@@ -267,47 +280,53 @@ def _reads_whole(run: StageRun, stage: Train, selection: Selection) -> bool:
     return False
 
 
-def classify(error: BaseException | None, ending: Ending, *, lost_hosts: int) -> Failure:
+def classify(error: BaseException | None, ending: Ending, lost: tuple[Kind, str] | None) -> Failure:
     """What kind of failure ended the workers; pure.
 
     Args:
         error: What the trainer raised.
         ending: What the workers reported before.
-        lost_hosts: Hosts of the reservation that are dead now.
+        lost: What of the reservation is dead now, as ``loss`` says it.
     """
     if ending.stopped is not None or isinstance(error, PreemptionError):
         return Failure(Kind.PREEMPTED, ending.step, "a host is being preempted")
-    if lost_hosts:
-        return Failure(Kind.HOST, ending.step, f"{lost_hosts} host(s) of the slice were lost")
+    if lost is not None:
+        return Failure(lost[0], ending.step, lost[1])
+    if ending.stalls:
+        # The first in the program is the one that the others waited for.
+        stall = min(ending.stalls, key=lambda s: s.get("step", 0))
+        return Failure(Kind.STALLED, stall.get("step"), stall["phase"], stall["traceback"], stall["uri"])
     dead = dead_ranks(error)
     if dead:
         detail = last_lines(error) if error is not None else ""
-        return Failure(Kind.WORKER, None, f"the worker process of rank {', '.join(map(str, dead))} died", detail)
+        what = f"the worker process of rank {', '.join(map(str, dead))} died"
+        return Failure(Kind.WORKER, ending.exact_step, what, detail)
     # The cause, whoever spoke first: what the others report is that a peer went away.
-    reported = next((e for e in ending.errors if not _is_collateral(e)), ending.errors[0] if ending.errors else None)
-    if reported is not None:
-        return Failure(
-            Kind.WORKER if _is_collateral(reported) else Kind.APP,
-            ending.step,
-            _first_line(reported["what"]),
-            str(reported["traceback"]),
-        )
+    if ending.errors:
+        reported = min(ending.errors, key=lambda e: _CAUSES.index(_kind(e)))
+        kind = _kind(reported)
+        step = reported.get("step", ending.step) if kind is Kind.APP else ending.exact_step
+        return Failure(kind, step, _first_line(reported["what"]), str(reported["traceback"]))
     detail = last_lines(error) if error is not None else ""
-    return Failure(Kind.WORKER, ending.step, f"the workers ended: {type(error).__name__}", detail)
+    return Failure(Kind.WORKER, ending.exact_step, f"the workers ended: {type(error).__name__}", detail)
 
 
 def _first_line(text: str) -> str:
     return text.splitlines()[0][:300] if text else ""
 
 
-def _is_collateral(reported: Mapping[str, Any]) -> bool:
-    """Whether a worker's error is no fault of the job: JAX missing *another* process, the store, a restore."""
-    what = str(reported["what"])
-    if isinstance(reported["error"], (StoreError, CheckpointError, StageError)):
-        return True
-    if "RESOURCE_EXHAUSTED" in what:
-        return False
-    return what.startswith(("JaxRuntimeError", "XlaRuntimeError")) or "Gloo" in what
+_CAUSES = (Kind.APP, Kind.STORE, Kind.WORKER)  # the cause of a failure before what followed from it
+
+
+def _kind(reported: Mapping[str, Any]) -> Kind:
+    """What a worker's error is charged to: the job, the store, or that JAX missed *another* process."""
+    what, error = str(reported["what"]), reported["error"]
+    if unreachable(error) or (isinstance(error, CheckpointError) and not isinstance(error, CheckpointSaveError)):
+        return Kind.STORE  # also a checkpoint that could not be read: `_handle` found it whole
+    if isinstance(error, (StoreError, CheckpointError, StageError)):
+        return Kind.WORKER
+    missed = what.startswith(("JaxRuntimeError", "XlaRuntimeError")) or "Gloo" in what
+    return Kind.WORKER if missed and "RESOURCE_EXHAUSTED" not in what else Kind.APP
 
 
 def dead_ranks(error: BaseException | None) -> list[int]:

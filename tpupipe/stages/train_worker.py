@@ -24,7 +24,7 @@ from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
 from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
-from tpupipe.stages.stall import Watchdog
+from tpupipe.stages.stall import START_TIMEOUT_S, Phase, Watchdog
 from tpupipe.stages.units import require_rows
 
 RUN_AHEAD_STEPS = 2
@@ -48,6 +48,8 @@ class TrainPlan:
         log_every_s: Seconds between metrics.
         started_s: When the driver began this start, seconds since 1970.
         stall_timeout_s: Seconds after which a step that does not end is a failure.
+        compile_timeout_s: The same for ``init`` and for compiling.
+        restore_timeout_s: The same for restoring.
     """
 
     stage: Train
@@ -63,6 +65,34 @@ class TrainPlan:
     log_every_s: float
     started_s: float
     stall_timeout_s: float
+    compile_timeout_s: float
+    restore_timeout_s: float
+
+    @property
+    def starting(self) -> Phase:
+        """From the process's start to its context: importing, reading the manifest."""
+        return Phase(START_TIMEOUT_S, "while starting", key="")
+
+    @property
+    def compiling(self) -> Phase:
+        """Tracing, compiling and the first state."""
+        return Phase(self.compile_timeout_s, "in init or compilation", "compile_timeout_s")
+
+    @property
+    def restoring(self) -> Phase:
+        """Reading the checkpoint."""
+        return Phase(self.restore_timeout_s, "while restoring", "restore_timeout_s")
+
+    @property
+    def stepping(self) -> Phase:
+        """One step, with its batch and its save's beginning."""
+        return Phase(self.stall_timeout_s, "in a step")
+
+    @property
+    def finishing(self) -> Phase:
+        """The wait for the last save, which has bounds of its own."""
+        bound_s = 2 * self.target.timeout_s + self.stall_timeout_s
+        return Phase(bound_s, "while waiting for the last save", key="")
 
 
 def train_worker(coordinator: CoordinatorHandle, group: str) -> None:
@@ -70,11 +100,13 @@ def train_worker(coordinator: CoordinatorHandle, group: str) -> None:
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
-    with reported(coordinator, rank=rank):
-        plan: TrainPlan = coordinator.plan_of(group)  # type: ignore[assignment] # it begins when there is one
+    plan: TrainPlan = coordinator.plan_of(group)  # type: ignore[assignment] # it begins when there is one
+    first = plan.start.commit.step if plan.start else 0
+    watchdog = Watchdog(plan.starting, f"rank {rank}", plan.target, coordinator, step=first, rank=rank)
+    with reported(coordinator, reached=watchdog.reached, rank=rank), watchdog.watching():
         _set_slice_environment(plan, rank)
-        arm_worker(plan.faults, plan.coordinator, plan.target, stage=plan.stage.name, rank=rank)
-        _train(plan)
+        arm_worker(plan.faults, coordinator, plan.target, stage=plan.stage.name, rank=rank)
+        _train(plan, watchdog)
 
 
 def _set_slice_environment(plan: TrainPlan, rank: int) -> None:
@@ -104,7 +136,7 @@ def _preemption() -> tuple[bool, float | None]:
     return True, None if info.deadline_ms is None else info.deadline_ms / 1000 - time.time()
 
 
-def _train(plan: TrainPlan) -> None:
+def _train(plan: TrainPlan, watchdog: Watchdog) -> None:
     import jax
 
     stage = plan.stage
@@ -138,24 +170,27 @@ def _train(plan: TrainPlan) -> None:
         preemption=_preemption,
     )
     context.tell(event("starting", seconds=time.time() - plan.started_s))
-    watchdog = Watchdog(plan.stall_timeout_s, f"rank {context.rank}", plan.target, plan.coordinator, rank=context.rank)
     with context.batches() as batches:
-        state, step = _prepare(plan, context, mesh)
-        with watchdog.watching():
-            _loop(plan, context, batches, state, step, watchdog)
+        state, step = _prepare(plan, context, mesh, watchdog)
+        watchdog.enter(plan.stepping)
+        _loop(plan, context, batches, state, step, watchdog)
 
 
-def _prepare(plan: TrainPlan, context: StageContext, mesh: Any) -> tuple[Any, Any]:
+def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchdog) -> tuple[Any, Any]:
     """The state to begin from and the compiled step. The one is read while the other is compiled."""
     import jax
 
     stage = plan.stage
     began = time.monotonic()
+    watchdog.enter(plan.compiling)
     key = jax.random.key(stage.seed)
     abstract = _abstract_state(stage, key, mesh)
     with ThreadPoolExecutor(1, thread_name_prefix="compile") as pool:
         compiling = pool.submit(_compile, plan, abstract, context.abstract_batch(), named_sharding(mesh))
+        if plan.start is not None:
+            watchdog.enter(plan.restoring)
         state = context.restore(abstract)
+        watchdog.enter(plan.compiling)
         if state is None:
             with user_code("init", stage.name):
                 state = jax.jit(stage.init, out_shardings=_shardings(abstract))(key)
@@ -237,7 +272,7 @@ def _loop(  # noqa: PLR0917 - one caller
         state, metrics = step_function(state, batch.arrays)
         done = batch.step + 1
         context.fed(batch)
-        watchdog.beat()
+        watchdog.beat(done)
         point("train.updated", step=batch.step)
         # The host may run ahead of the devices, but not far: every queued step holds its batch.
         unfinished.append(metrics)
@@ -247,7 +282,7 @@ def _loop(  # noqa: PLR0917 - one caller
         conferring = done >= context.confer_at
         decision = context.due(done)
         if conferring:
-            context.tell(event("at", step=done))
+            context.tell(event("at", step=done, next=context.confer_at))
         if decision.save:
             last_fetched = _fetch(metrics)
             saving_s += context.save(done, state, last_fetched)
@@ -261,14 +296,16 @@ def _loop(  # noqa: PLR0917 - one caller
         if decision.stop:
             stopped = decision.reason
             break
-    watchdog.beat()
+    watchdog.enter(plan.finishing)
     saving_s += context.finish()
+    watchdog.enter(plan.stepping)
     context.tell(event("working", seconds=time.monotonic() - began - saving_s, saving_s=saving_s))
     if stopped:
         context.tell(event("stopped", step=done, reason=stopped, saved=context.saved_step == done))
         return
     digest = params_digest(stage.params(state))
-    context.tell(event("trained", step=done, params_digest=digest, metrics=dict(last_fetched)))
+    context.tell_now(event("trained", step=done, params_digest=digest, metrics=dict(last_fetched)))
+    point("train.trained", step=done)
 
 
 def _fetch(metrics: Mapping[str, Any]) -> dict[str, float]:

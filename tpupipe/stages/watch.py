@@ -21,12 +21,24 @@ _ENDS = (Action.KILL_WORKER, Action.KILL_HOST, Action.LOSE_SLICE, Action.RAISE, 
 
 @dataclass
 class Ending:
-    """What one start of the workers reported. Filled from their events while it runs."""
+    """What one start of the workers reported. Filled from their events while it runs.
+
+    Args:
+        trained: What process 0 said at the end of the training.
+        stopped: What it said when it ended before that.
+        errors: What processes raised.
+        stalls: What processes said that made no progress.
+        step: The most steps known to be done.
+        exact_step: The steps that were done, where that is exactly known: the processes had agreed to confer again
+            after the very next step, and did not.
+    """
 
     trained: dict[str, Any] | None = None
     stopped: dict[str, Any] | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
+    stalls: list[dict[str, Any]] = field(default_factory=list)
     step: int | None = None
+    exact_step: int | None = None
 
     def known_errors(self) -> list[TpupipeError]:
         """Errors of our own tree among those reported."""
@@ -100,10 +112,12 @@ class TrainWatch:
 
     def _on_at(self, record: Mapping[str, Any]) -> None:
         self.ending.reached(record["step"])
+        self.ending.exact_step = record["step"] if record["next"] == record["step"] + 1 else None
 
     def _on_checkpoint(self, record: Mapping[str, Any]) -> None:
         size, seconds = human_bytes(record["size_bytes"]), record["seconds"]
-        message = f"checkpoint of step {record['step']} committed ({size}, durable after {seconds:.2f} s)"
+        retried = f", {record['retries']} request(s) were repeated" if record["retries"] else ""
+        message = f"checkpoint of step {record['step']} committed ({size}, durable after {seconds:.2f} s{retried})"
         self.tell("saved", message, step=record["step"])
 
     def _on_problem(self, record: Mapping[str, Any]) -> None:
@@ -111,7 +125,7 @@ class TrainWatch:
 
     def _on_stalled(self, record: Mapping[str, Any]) -> None:
         self.failed_s = self.failed_s or record["time_s"]
-        self.ending.errors.append({**record, "error": None})
+        self.ending.stalls.append(dict(record))
         self.tell("stall", record["what"], logging.WARNING, uri=record["uri"])
 
     def _on_fault(self, record: Mapping[str, Any]) -> None:

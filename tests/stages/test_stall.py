@@ -1,0 +1,95 @@
+"""The watchdog inside a process of its own: it ends it, and says where it stood and in which phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tpupipe.stages.stall import EXIT_STATUS
+from tpupipe.store.layout import RunPaths
+from tpupipe.store.objects import open_store
+
+PATHS = RunPaths("job", "run")
+
+# The coordinator is a file that records are put into: what the watchdog asks of it is one call.
+_CODE = """
+import json, sys, threading, time
+from types import SimpleNamespace
+from tpupipe.stages.stall import Phase, Watchdog
+from tpupipe.store.layout import RunPaths
+from tpupipe.store.objects import open_store
+
+class Coordinator:
+    def report_now(self, record):
+        {told}
+
+place = SimpleNamespace(store=open_store({uri!r}), paths=RunPaths("job", "run"), stage="lm")
+restoring, stepping = Phase(1.0, "while restoring", "restore_timeout_s"), Phase(0.5, "in a step")
+watchdog = Watchdog(Phase(60.0, "while starting", key=""), "rank 1", place, Coordinator(), step=5, rank=1)
+
+def the_culprit():
+    threading.Event().wait()
+
+with watchdog.watching():
+    {body}
+print("survived")
+"""
+
+
+@pytest.fixture
+def ended(tmp_path: Path):
+    """Runs code under a watchdog; gives exit status, output, records, stacks and seconds."""
+
+    def run(body: str, told: str = "print(json.dumps(record), flush=True)"):
+        began = time.monotonic()
+        uri = f"file://{tmp_path}/store"
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE.format(uri=uri, body=body, told=told)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        store = open_store(uri)
+        stacks = [store.read(info.name).decode() for info in store.list(f"{PATHS.stage('lm')}/stalls/")]
+        return done.returncode, done.stdout, stacks, time.monotonic() - began
+
+    return run
+
+
+def test_a_phase_without_progress_ends_the_process_and_names_the_phase_the_step_and_the_stacks(ended):
+    """Hanging while restoring, whose bound is 1 s: exit status 70, and the stacks show the function that hangs."""
+    status, output, stacks, _ = ended("watchdog.enter(restoring); the_culprit()")
+    assert status == EXIT_STATUS
+    record = json.loads(output)
+    assert record["phase"] == "no progress while restoring (restore_timeout_s 1)"
+    assert (record["kind"], record["step"], record["rank"]) == ("stalled", 5, 1)
+    assert len(stacks) == 1
+    assert "the_culprit" in stacks[0]
+    assert record["uri"] in record["what"]
+
+
+def test_each_phase_has_its_own_bound(ended):
+    """0.8 s in a phase of 1 s, then steps of 0.3 s of at most 0.5 s: no end; the step is told that was reached last."""
+    body = "watchdog.enter(restoring); time.sleep(0.8); watchdog.enter(stepping)\n"
+    body += "    for step in range(6, 9):\n        time.sleep(0.3); watchdog.beat(step)\n"
+    status, output, stacks, _ = ended(body)
+    assert (status, output, stacks) == (0, "survived\n", [])
+    status, output, _, _ = ended(body + "    the_culprit()")
+    assert status == EXIT_STATUS
+    assert json.loads(output)["step"] == 8
+    assert json.loads(output)["phase"] == "no progress in a step (stall_timeout_s 0.5)"
+
+
+def test_nobody_to_tell_does_not_keep_a_stalled_process(ended):
+    """The coordinator is gone: the stacks are kept, and the process ends all the same."""
+    status, _, stacks, _ = ended("watchdog.enter(stepping); the_culprit()", told="raise TimeoutError('gone')")
+    assert status == EXIT_STATUS
+    assert len(stacks) == 1

@@ -1,0 +1,63 @@
+"""The wait before a retry, told and interruptible, and questions to a store that may be away."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from tpupipe.errors import StoreError
+from tpupipe.stages.base import StageRun
+from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
+
+T = TypeVar("T")
+
+
+def charge(run: StageRun, budget: Budget, failure: Failure, reached: int | None = None, **facts: Any) -> None:
+    """Tells of a failure, charges it, and waits until it may be tried again.
+
+    Args:
+        run: The run.
+        budget: What it is charged to.
+        failure: The failure.
+        reached: The step known to be reached, where the failure's own is not exactly known.
+        facts: What it cost, for the event.
+
+    Raises:
+        BudgetExceededError: It may not.
+        InterruptedRunError: Somebody asked the run to end meanwhile.
+    """
+    run.log.emit(
+        "failure",
+        f"{budget.stage}: {failure.what} (charged to {failure.kind.value})",
+        level=logging.WARNING,
+        stage=budget.stage,
+        step=reached if failure.step is None else failure.step,
+        failure=asdict(failure),
+        **facts,
+    )
+    after_s = budget.charge(failure)
+    if after_s > 0:
+        run.log.emit("back_off", f"{budget.stage}: trying again in {after_s:g} s", stage=budget.stage, after_s=after_s)
+        run.stop.wait(after_s)
+        run.stop.check()
+
+
+def answered(run: StageRun, budget: Budget, ask: Callable[[], T]) -> T:
+    """What ``ask`` gives, asked again while the store cannot be reached and ``budgets.store_failures`` lasts.
+
+    "It could not be asked" is never an answer.
+
+    Raises:
+        BudgetExceededError: The store was away too often.
+        StoreError: It answered, and refused.
+        InterruptedRunError: Somebody asked the run to end meanwhile.
+    """
+    while True:
+        try:
+            return ask()
+        except StoreError as error:
+            if not unreachable(error):
+                raise
+            charge(run, budget, Failure(Kind.STORE, None, error.message.splitlines()[0]))
