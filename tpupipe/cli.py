@@ -21,6 +21,7 @@ from rich.table import Table
 import tpupipe
 from tpupipe.cli_checkpoints import checkpoints_app
 from tpupipe.cli_common import console, errors
+from tpupipe.cli_drill import EPILOG, drill_command
 from tpupipe.config import Config, environment
 from tpupipe.errors import ClusterError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
@@ -41,6 +42,7 @@ app = typer.Typer(
 cluster_app = typer.Typer(help="Keep a faked slice warm on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoints_app, name="checkpoints")
+app.command("drill", epilog=EPILOG)(drill_command)
 
 ConfigFiles = Annotated[
     list[Path], typer.Option("-c", "--config", help="YAML file; may be repeated, later files over earlier.")

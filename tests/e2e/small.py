@@ -86,7 +86,10 @@ def model(cfg: Params) -> Model:
 
 
 def build(cfg: Params) -> tpupipe.Job:
-    lm = model(cfg)
+    return job(cfg, model(cfg))
+
+
+def job(cfg: Params, lm: Model) -> tpupipe.Job:
     source = JsonLines(cfg.inputs, unit_bytes=300)
     nothing = Infer("nothing", data=source, map=no_rows, params="fit", apply=lm.apply)
     return tpupipe.Job(

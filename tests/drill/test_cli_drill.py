@@ -1,0 +1,61 @@
+"""``tpupipe drill`` on the command line: what makes no sense ends with status 2 before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tpupipe.cli import app
+
+WORLD = """
+store: {uri: gs://tests/runs, embedded: true, root: never-made}
+cluster: {kind: fake, generation: v6e, topology: 2x4, chips_per_vm: 4}
+job: {inputs: "none/*.jsonl"}
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Runs a drill of the small job in an empty folder, where nothing may appear."""
+    config = tmp_path / "world.yaml"
+    config.write_text(WORLD)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+
+    def run(*arguments: str):
+        done = CliRunner().invoke(app, ["drill", "tests.e2e.small", "-c", str(config), *arguments])
+        assert list(Path.cwd().iterdir()) == [], "nothing was started or written"
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "kill-wroker"], "Did you mean kill-worker"),
+        (["--only", "kill-twice", "--set", "job.steps=0"], "steps=0"),
+        (["--budget", "soon"], "'soon' is not a duration"),
+        (["--timeout", "0"], "'0' is not a duration"),
+        (["--plan", "none.yaml"], "'none.yaml' does not exist"),
+        (["--junit", "no/such/folder/j.xml"], "there is no folder"),
+        (["--set", "faults=[kill-worker@train.step]"], "the reference run must be undisturbed"),
+        (["--set", "store_faults=['503@create']"], "the reference run must be undisturbed"),
+        (["--set", "cluster.topolgy=2x4"], "nearest: topology"),
+        (["--only", "corrupt-flip"], "nothing to fall back to"),
+    ],
+)
+def test_usage_errors_are_told_before_anything_starts(call, arguments, said):
+    done = call(*arguments)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+
+
+def test_with_json_the_error_is_one_object(call):
+    done = call("--only", "nothing", "--json")
+    assert json.loads(done.stdout)["error_kind"] == "UsageError"
+    assert done.exit_code == 2

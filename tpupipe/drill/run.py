@@ -1,0 +1,237 @@
+"""A drill, top to bottom: store, cluster, reference run, scenarios, report."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import math
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpupipe.config import Config, environment
+from tpupipe.drill.bench import Bench
+from tpupipe.drill.facts import JobFacts, job_facts, measured
+from tpupipe.drill.outcome import DIGESTS, Verdict, judge
+from tpupipe.drill.plan import STANDARD_NAMES, Skipped, estimated_s, next_that_fits, standard_plan
+from tpupipe.drill.plan_file import chosen
+from tpupipe.drill.report import Report
+from tpupipe.drill.scenario import Scenario
+from tpupipe.errors import UsageError
+from tpupipe.job import Job
+from tpupipe.resolve import load_build, resolve
+from tpupipe.run import check_before_anything, endpoint_of, local_root
+from tpupipe.store.objects import open_store
+
+REFERENCE = "reference"
+REFERENCE_TIMEOUT_S = 3600.0
+_ATTEMPT_MIN_S = 300.0
+_ATTEMPT_FACTOR = 5.0
+
+
+@dataclass(frozen=True)
+class DrillOptions:
+    """What is asked of a drill.
+
+    Args:
+        plan: Scenarios of a plan file; ``None`` is the standard plan.
+        only: Names of the scenarios to run; all without any.
+        budget_s: Seconds within which to stay, the reference run included; ``None`` is without limit.
+        timeout_s: Bound on each attempt; by default an hour for the reference, and several times its length for
+            the others.
+    """
+
+    plan: tuple[Scenario, ...] | None = None
+    only: tuple[str, ...] = ()
+    budget_s: float | None = None
+    timeout_s: float | None = None
+
+
+def run_drill(
+    module: str,
+    config_files: Sequence[Path],
+    overrides: Sequence[str],
+    options: DrillOptions,
+    say: Callable[[str], None],
+) -> Report:
+    """Runs the job once undisturbed and once per scenario, and compares.
+
+    Args:
+        module: The job's module.
+        config_files: Its configuration.
+        overrides: ``KEY=VALUE``.
+        options: What is asked for.
+        say: Takes progress lines.
+
+    Raises:
+        UsageError: (exit 2) Before anything is started.
+        StageError: The reference run failed.
+        ClusterError, StoreError: The cluster or the store cannot be used.
+    """
+    began = time.monotonic()
+    job, config = resolve(load_build(module), config_files, overrides)
+    check_before_anything(job, config)
+    _check_undisturbed(config)
+    declared = job_facts(job, config)
+    _planned(options, declared)  # names that do not exist are refused here
+    env = environment()
+    root = local_root(config, env)
+    name = f"drill-{dt.datetime.now(dt.UTC):%m%d%H%M%S}-{uuid.uuid4().hex[:4]}"
+    folder = root.absolute() / "drills" / name
+    with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
+        endpoint = stack.enter_context(endpoint_of(config, env))
+        from tpupipe.cluster.connect import connected
+
+        cluster = stack.enter_context(
+            connected(config.cluster, root=root, worker_environment={}, ray_address=env.ray_address, say=say)
+        )
+        bench = Bench(
+            module=module,
+            config_files=tuple(config_files),
+            overrides=tuple(overrides),
+            job=job.name,
+            config=config,
+            store=open_store(
+                config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s, attempts=config.store.attempts
+            ),
+            endpoint=endpoint,
+            cluster=cluster,
+            name=name,
+            folder=folder,
+            say=say,
+        )
+        return _Drill(job, bench, options, declared, began).run()
+
+
+def _check_undisturbed(config: Config) -> None:
+    given = [key for key in ("faults", "store_faults") if getattr(config, key)]
+    if given:
+        raise UsageError(
+            f"The configuration has {' and '.join(given)}, and the reference run must be undisturbed.",
+            hint="Leave them out of the drill's configuration; a plan file (--plan) says what a scenario does.",
+        )
+
+
+def _planned(options: DrillOptions, facts: JobFacts) -> tuple[tuple[Scenario, ...], tuple[Skipped, ...]]:
+    scenarios, skipped = (options.plan, ()) if options.plan is not None else standard_plan(facts)
+    return chosen(scenarios, skipped, options.only)
+
+
+class _Drill:
+    """The reference run and then the scenarios, as long as they fit."""
+
+    def __init__(self, job: Job, bench: Bench, options: DrillOptions, facts: JobFacts, began: float) -> None:
+        self._job = job
+        self._bench = bench
+        self._options = options
+        self._facts = facts
+        self._began = began
+        self._verdicts: list[Verdict] = []
+
+    def run(self) -> Report:
+        """Runs all of it."""
+        bench, options = self._bench, self._options
+        bench.say(f"drill {bench.name}: reference run")
+        reference = bench.undisturbed(REFERENCE, options.timeout_s or REFERENCE_TIMEOUT_S)
+        result = reference.result
+        events = [e for each in bench.events(REFERENCE).values() for e in each]
+        self._facts = measured(self._facts, result, events)
+        bench.say(f"reference run: {reference.seconds:.1f} s, {_digests(result)}")
+        pending, skipped = _after_reference(options, self._facts)
+        left_out = self._scenarios(pending, result, reference.seconds)
+        about = {"run": result["run"], "seconds": round(reference.seconds, 1), "stages": _stage_digests(result)}
+        report = Report(
+            job=self._job.name,
+            drill=bench.name,
+            reference=about,
+            verdicts=tuple(self._verdicts),
+            left_out=(*left_out, *skipped),
+            seconds=round(time.monotonic() - self._began, 1),
+            budget_s=options.budget_s,
+            folder=str(bench.folder),
+        )
+        (bench.folder / "drill.json").write_text(report.to_json() + "\n", encoding="utf-8")
+        return report
+
+    def _scenarios(self, pending: tuple[Scenario, ...], result: dict[str, Any], reference_s: float) -> list[Skipped]:
+        taken: list[tuple[float, float]] = []
+        total = len(pending)
+        left_out: list[Skipped] = []
+        while pending:
+            left_s = math.inf if self._options.budget_s is None else self._options.budget_s - self._elapsed()
+            before = pending
+            scenario, pending = next_that_fits(pending, left_s=left_s, reference_s=reference_s, taken=taken)
+            gone = before if scenario is None else before[: before.index(scenario)]
+            left_out += [Skipped(s.name, self._no_time(left_s)) for s in gone]
+            if scenario is None:
+                break
+            self._bench.say(
+                f"scenario {len(self._verdicts) + 1} of at most {total}: {scenario.name} ({scenario.about})"
+            )
+            verdict = self._one(scenario, result, reference_s)
+            taken.append((estimated_s(scenario, reference_s), verdict.seconds))
+            self._bench.say(_told(verdict))
+        return left_out
+
+    def _one(self, scenario: Scenario, result: dict[str, Any], reference_s: float) -> Verdict:
+        bench = self._bench
+        began = time.monotonic()
+        bound = max(_ATTEMPT_MIN_S, _ATTEMPT_FACTOR * (reference_s + scenario.extra_s))
+        seen = bench.disturbed(scenario, self._facts, REFERENCE, result, self._options.timeout_s or bound)
+        run = bench.run_name(scenario.name)
+        verdict = judge(scenario, self._facts, result, seen, run=run, seconds=time.monotonic() - began)
+        self._verdicts.append(verdict)
+        return verdict
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _no_time(self, left_s: float) -> str:
+        return f"does not fit into the budget of {self._options.budget_s:.0f} s ({max(0.0, left_s):.0f} s were left)"
+
+
+def _after_reference(options: DrillOptions, facts: JobFacts) -> tuple[tuple[Scenario, ...], tuple[Skipped, ...]]:
+    """The plan again, with the numbers of the reference run; a scenario may turn out to be impossible only now."""
+    if options.plan is not None:
+        return _planned(options, facts)
+    scenarios, skipped = standard_plan(facts)
+    wanted = options.only or STANDARD_NAMES
+    return tuple(s for s in scenarios if s.name in wanted), tuple(s for s in skipped if s.name in wanted)
+
+
+def _stage_digests(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    stages = result["stages"].items()
+    return {name: {d: s[d] for d in DIGESTS if s.get(d)} for name, s in stages if s.get("params_digest")}
+
+
+def _digests(result: dict[str, Any]) -> str:
+    found = [
+        f"{name} params {digests['params_digest'][:12]} samples {digests['sample_digest'][:12]}"
+        for name, digests in _stage_digests(result).items()
+    ]
+    return ", ".join(found) or "no training stage"
+
+
+def _told(v: Verdict) -> str:
+    verdict = "passed" if v.passed else f"FAILED: {v.failed[0]}"
+    lost = f", lost steps {', '.join(map(str, v.lost_steps))}" if v.lost_steps else ""
+    back = f", recovery {', '.join(f'{s:.1f}' for s in v.recoveries_s)} s" if v.recoveries_s else ""
+    return f"{v.scenario}: {verdict} in {v.seconds:.0f} s; fired {v.fired} of {v.faults}{lost}{back}"
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the drill as Ctrl-C does: on the way out everything that it started is ended."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
