@@ -196,6 +196,12 @@ def _kill_after(point: str, about: str, unit_point: str = "") -> Callable[[str, 
     return make
 
 
+def _kill_when_trained(name: str, facts: JobFacts) -> Scenario:
+    stage = _Places(facts).train()
+    faults = (f"kill-worker@train.trained,rank=0,stage={stage.name}",)
+    return Scenario(name, (faults,), about="killed with everything committed: nothing is done again")
+
+
 def _kill_driver_at_commits(name: str, facts: JobFacts) -> Scenario:
     at = _Places(facts)
     faults = ["kill-driver@run.lease_acquired"]
@@ -280,6 +286,7 @@ _CATALOGUE: Mapping[str, Callable[[str, JobFacts], Scenario]] = {
     "kill-after-update": _kill_after("train.updated", "killed after an update that no save has", "unit.read"),
     "kill-after-commit": _kill_after("save.after_commit", "killed with the record there and nobody told"),
     "kill-before-commit": _kill_after("save.before_commit", "killed just before the record is created"),
+    "kill-when-trained": _kill_when_trained,
     "store-outage": _store("the store is gone for some seconds", "outage@any,seconds=5,after=60"),
     "store-bodies": _store(
         "downloads break off, answers get lost, connections are reset",
