@@ -8,7 +8,9 @@ from tpupipe.run import RunResult
 
 def test_a_hanging_step_is_ended_told_and_done_again(runner: Runner, undisturbed: RunResult) -> None:
     """Rank 0 hangs before step 6: after stall_timeout_s the stacks are in the run's folder, and the answer is the same."""
-    result = runner("a", faults=("hang@train.step=6,rank=0",), stages={"fit": {"stall_timeout_s": 4}})
+    result = runner(
+        "a", faults=("hang@train.step=6,rank=0",), job={"score": False}, stages={"fit": {"stall_timeout_s": 4}}
+    )
     for digest in ("params_digest", "sample_digest"):
         assert result.stages["fit"][digest] == undisturbed.stages["fit"][digest]
     stalls = [e for e in runner.events("a", "stalled") if e["stage"] == "fit"]
