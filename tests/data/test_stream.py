@@ -121,14 +121,14 @@ def test_seed_and_epoch_change_the_order():
 
 
 def test_short_blocks_do_not_make_short_batches():
-    """40 rows in chunks of 30 and 10, batch 8: sizes 8, 8, 8, 8, 8 (ray#66085)."""
+    """40 rows in chunks of 30 and 10, batch 8: sizes 8, 8, 8, 8, 8, none of them short."""
     stream = Stream([30, 10], 0, 8, epochs=1)
     assert [int(stream.batch(step).mask.sum()) for step in range(stream.steps)] == [8, 8, 8, 8, 8]
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop"])
 def test_ten_rows_three_workers(tail):
-    """10 rows, 3 workers of 1 row each: consumed plus reported-dropped is 10 (ray#63285)."""
+    """10 rows, 3 workers of 1 row each: consumed plus reported-dropped is 10."""
     stream = Stream([10], 0, 3, epochs=1, tail=tail)
     fed = []
     for step in range(stream.steps):
@@ -140,14 +140,14 @@ def test_ten_rows_three_workers(tail):
 
 
 def test_resume_is_exact():
-    """100 ids, batch 10, killed at step 6 with the last checkpoint after step 4: ids 50-99 follow (ray#37633)."""
+    """100 ids, batch 10, killed at step 6 with the last checkpoint after step 4: ids 50-99 follow."""
     stream = Stream([100], 0, 10, epochs=1, shuffle=False)
     resumed = [stream.batch(step).sample_id.tolist() for step in range(5, stream.steps)]
     assert list(chain(*resumed)) == list(range(50, 100))
 
 
 def test_other_worker_count_continues():
-    """Saved with 2 workers at row 40 of 100, resumed with 1: rows 40-99 of the same order, once each (maxtext#1760)."""
+    """Saved with 2 workers at row 40 of 100, resumed with 1: rows 40-99 of the same order, once each."""
     order = ids(Stream([7] * 14 + [2], 3, 10, epochs=1))
     two = Stream([7] * 14 + [2], 3, 10, epochs=1)
     before = [two.batch(s, h * 5, h * 5 + 5).sample_id.tolist() for s in range(4) for h in range(2)]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
 from tests.e2e import small
-from tpupipe.cluster.connect import ship_by_value
+from tpupipe.cluster.connect import connected, ship_by_value
 from tpupipe.cluster.fake import FakeClusterState
-from tpupipe.config import Config
+from tpupipe.cluster.reservation import held_groups
+from tpupipe.config import ClusterConfig, Config
 from tpupipe.faults.plan import parse_faults
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.ledger.events import read_events
@@ -32,6 +36,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 # A slice of two hosts, and two slices of one host each: what placement, resharding and several slices need.
 SLICES = (SliceSpec("v6e", "2x4", chips_per_vm=4), SliceSpec("v6e", "2x2", slices=2))
+
+# What the small job feeds by default: ids by step.
+ALL_IDS = [list(range(start, start + 10)) for start in range(0, 100, 10)]
 
 
 @dataclass(frozen=True)
@@ -140,3 +147,26 @@ class Runner:
 
         folder = self.world.root / "gcs" / "tests" / "runs" / self.paths(run_name).units(stage)
         return ds.dataset(str(folder), format="parquet", filesystem=LocalFileSystem()).to_table().to_pydict()
+
+
+def same_answer(one: RunResult, other: RunResult) -> None:
+    for digest in ("params_digest", "sample_digest"):
+        assert one.stages["fit"][digest] == other.stages["fit"][digest]
+    assert one.status == other.status == "done"
+
+
+@contextlib.contextmanager
+def connection(world: World) -> Iterator[None]:
+    """A connection to the warm cluster, as a driver has one."""
+    config = ClusterConfig(kind="fake", generation="v6e", topology="2x4", chips_per_vm=4)
+    with connected(config, root=world.root, worker_environment={}, say=print):
+        yield
+
+
+def nothing_is_held(world: World) -> None:
+    with connection(world):
+        ends = time.monotonic() + 10
+        while (groups := held_groups()) and time.monotonic() < ends:
+            time.sleep(0.1)  # Ray clears a driver's groups after it has noticed its end
+        assert groups == []
+        assert ray.available_resources()["TPU"] == ray.cluster_resources()["TPU"] == 16

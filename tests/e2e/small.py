@@ -23,6 +23,7 @@ class Params(BaseModel):
     break_at: str = ""
     width: int = 8
     with_empty: bool = False
+    score: bool = True
 
 
 def keep_ids(batch: Any) -> Any:
@@ -113,7 +114,7 @@ def job(cfg: Params, lm: Model) -> tpupipe.Job:
                 mesh={"data": -1},
                 checkpoint=[Every(steps=cfg.every, keep=3), OnPreemption()],
             ),
-            Infer("scores", data=source, map=keep_ids, params="fit", apply=lm.apply),
+            *([Infer("scores", data=source, map=keep_ids, params="fit", apply=lm.apply)] if cfg.score else []),
             *([nothing] if cfg.with_empty else []),
         ],
     )

@@ -75,7 +75,7 @@ def test_a_notice_saves_and_the_run_goes_on_on_another_slice(
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        result = runner("a", job={"every": 3}, faults=("slow@train.step=3,seconds=15",))
+        result = runner("a", job={"every": 3, "score": False}, faults=("slow@train.step=3,seconds=10",))
     finally:
         drained.set()
         thread.join()

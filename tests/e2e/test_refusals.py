@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import World
+from tests.e2e.harness import World, write_ids
 
 
 @pytest.fixture
 def call(world: World, tmp_path: Path) -> Any:
-    """Runs digits with a configuration text; gives exit status and stderr."""
+    """Runs the small job with a configuration text; gives exit status and stderr."""
 
     def run(config: str, *arguments: str, **environment: str) -> tuple[int, str, str]:
         file = tmp_path / "config.yaml"
         file.write_text(config)
-        done = world.command("run", "jobs.digits", "-c", str(file), *arguments, more=environment)
+        inputs = f"job.inputs={write_ids(tmp_path / 'in', 20)}"
+        command = ["run", "tests.e2e.small", "-c", str(file), "--set", inputs, *arguments]
+        done = world.command(*command, more=environment)
         return done.returncode, done.stdout, done.stderr
 
     return run
@@ -35,8 +37,7 @@ STORE = "store: {uri: gs://tests/refused, embedded: true}\n"
     ("config", "said"),
     [
         (FAKE, "store"),
-        (STORE + FAKE + "clutser: {kind: fake}\nstages: {model: {stepz: 3}}\n", "clutser"),
-        (STORE + FAKE + "stages: {model: {checkpoint: off}}\n", "cannot be switched off"),
+        (STORE + FAKE + "stages: {fit: {checkpoint: off}}\n", "cannot be switched off"),
         (STORE + FAKE.replace("2x4", "3x5"), "3x5"),
         (STORE + FAKE.replace("2x4", "4x6"), "4x6"),
         (STORE + FAKE + "job: {steps: many}\n", "job"),
@@ -50,8 +51,9 @@ def test_usage_and_configuration_errors_end_with_2(call: Any, config: str, said:
 
 
 def test_all_unknown_keys_are_one_error_with_the_nearest_valid_ones(call: Any) -> None:
-    """Two typos in two sections: both are named, each with what was meant."""
-    _, _, stderr = call(STORE + FAKE + "clutser: {kind: fake}\nstages: {model: {stepz: 3}}\n")
+    """Two typos in two sections: both are named, each with what was meant, and the exit status is 2."""
+    status, _, stderr = call(STORE + FAKE + "clutser: {kind: fake}\nstages: {fit: {stepz: 3}}\n")
+    assert status == 2, stderr
     assert "clutser" in stderr
     assert "cluster" in stderr
     assert "stepz" in stderr

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import ray
 
-from tests.e2e.harness import Runner
-from tests.e2e.test_reservations import driver
-from tpupipe.cluster.reservation import held_groups
+from tests.e2e.harness import Runner, nothing_is_held
 from tpupipe.run import RunResult
 from tpupipe.stages import train_group
 
@@ -21,7 +18,7 @@ def _always_a_spare(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_spare_takes_over_and_compiles_nothing(runner: Runner, undisturbed: RunResult) -> None:
     """A worker dies at step 7 with a group ready behind it: that one goes on, with the same answer, from compiled steps."""
     settings = {"log_every_s": 0.001}
-    result = runner("a", faults=("kill-worker@train.step=7,rank=1",), stages={"fit": settings})
+    result = runner("a", faults=("kill-worker@train.step=7,rank=1",), job={"score": False}, stages={"fit": settings})
     for digest in ("params_digest", "sample_digest"):
         assert result.stages["fit"][digest] == undisturbed.stages["fit"][digest]
     [fault] = runner.events("a", "fault")
@@ -37,9 +34,7 @@ def test_the_spare_takes_over_and_compiles_nothing(runner: Runner, undisturbed: 
 @pytest.mark.usefixtures("_always_a_spare")
 def test_a_spare_that_is_not_needed_leaves_nothing(runner: Runner, undisturbed: RunResult) -> None:
     """Without a failure it is sent home: the answer is the same, and no placement group is left."""
-    result = runner("a", stages={"fit": {"log_every_s": 0.001}})
+    result = runner("a", job={"score": False}, stages={"fit": {"log_every_s": 0.001}})
     assert result.stages["fit"]["params_digest"] == undisturbed.stages["fit"]["params_digest"]
     assert len(runner.events("a", "joining")) == 1
-    with driver(runner.world):
-        assert held_groups() == []
-        assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    nothing_is_held(runner.world)

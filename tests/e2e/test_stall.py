@@ -20,6 +20,7 @@ def test_a_hanging_step_and_a_hanging_restore_are_ended_told_and_done_again(
     result = runner(
         "a",
         faults=("hang@train.step=6,rank=0", "hang@restore.start=5,rank=1"),
+        job={"score": False},
         stages={"fit": {"stall_timeout_s": 4, "restore_timeout_s": 5}},
     )
     for digest in ("params_digest", "sample_digest"):

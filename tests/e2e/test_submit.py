@@ -62,7 +62,7 @@ def test_a_submitted_job_and_python_m_are_the_same_run(runner: Runner) -> None:
 
 
 def test_a_failed_job_is_failed(runner: Runner) -> None:
-    """ray#38390: the submitted job's status is FAILED, and its log names the job's own error."""
+    """The submitted job's status is FAILED, and its log names the job's own error."""
     status, log = submit(runner, "a", runner.config({"rows": 40, "steps": 4, "break_at": "map"}))
     assert status is JobStatus.FAILED
     assert "the job's own mistake" in log

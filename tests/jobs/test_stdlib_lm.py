@@ -151,10 +151,11 @@ def test_a_score_is_the_mean_of_what_the_model_says_of_each_byte(state, logits, 
     import jax
 
     row = tokens[0, :7].astype(np.int32)
+    seen = np.concatenate([[SEPARATOR], row, np.zeros(LENGTH - 8, np.int32)]).astype(np.int32)
     said = []
     for i in range(len(row)):
-        seen = np.concatenate([[SEPARATOR], row[:i]])[None, :]
-        said.append(-jax.nn.log_softmax(logits(seen)[0, -1])[row[i]])
+        known = np.where(np.arange(LENGTH) <= i, seen, 0)[None, :]  # nothing of what is predicted
+        said.append(-jax.nn.log_softmax(np.asarray(logits(known))[0, i])[row[i]])
     got, _ = score(state, [row.astype(np.uint8)], 16, 1)
     np.testing.assert_allclose(got[0], np.mean(said), rtol=1e-5)
 

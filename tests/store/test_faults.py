@@ -1,5 +1,6 @@
 """A store that refuses, blocks, breaks and lies, over real HTTP in front of the real server."""
 
+import dataclasses
 import pickle
 import re
 import time
@@ -33,7 +34,8 @@ def store(good, proxy):
     """The place behind the proxy, its bucket seen."""
     store = open_store(good.root, endpoint=proxy.endpoint, timeout_s=20, attempts=TRY_HARD)
     store.info("there")
-    return store
+    # How long the pauses are is test_retry's; here it is what comes after them.
+    return store._at(store.root, dataclasses.replace(store.policy, first_pause_s=0.02))
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
