@@ -6,6 +6,10 @@ STAMP := .venv/.installed
 RUN ?= demo-$(shell date +%Y%m%d-%H%M%S)
 # The demo trains for 160 steps and saves every 20: at step 90 there is something to lose and something to restore.
 FAULT ?= kill-worker@train.step=90,rank=1
+# The soak test: minutes, and what is drawn. The same job, smaller, so that an hour has many trials.
+SOAK ?= 60
+SEED ?= 1
+SMALL := --set sample=10% --set job.steps=80 --set job.batch_size=16 --set job.width=32 --set job.layers=1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format soak clean
@@ -38,8 +42,9 @@ format: $(STAMP)  ## Format, and mend what the linter can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(STAMP)  ## Run the tests that take long
+soak: $(STAMP)  ## Run the tests that take long, then random failures for SOAK minutes
 	$(BIN)/python -m pytest -q -m soak --timeout 7200
+	$(BIN)/tpupipe drill jobs.stdlib_lm -c configs/local.yaml $(SMALL) --random --seed $(SEED) --budget $(SOAK)m
 
 clean:  ## Remove the environment and caches; .tpupipe (the runs' data) stays
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

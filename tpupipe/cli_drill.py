@@ -45,6 +45,10 @@ def drill_command(
     timeout: Annotated[
         str | None, typer.Option("--timeout", metavar="TIME", help="Bound on each attempt, as 20m.")
     ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Random failures until the budget is used up, instead of the plan.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="With --random: gives the same failures again.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object on stdout.")] = False,
     junit: Annotated[Path | None, typer.Option("--junit", help="Write the verdicts as JUnit XML.")] = None,
 ) -> None:
@@ -60,6 +64,7 @@ def drill_command(
             only=tuple(only or ()),
             budget_s=None if budget is None else duration_s(budget),
             timeout_s=None if timeout is None else duration_s(timeout),
+            seed=seed if random else None,
         )
         set_up_logs("info", "text", {})
         report = run_drill(job, config, overrides or (), options, lambda text: typer.echo(text, err=True))

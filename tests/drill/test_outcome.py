@@ -196,7 +196,7 @@ def test_steps_of_other_stages_do_not_count():
 def test_recovery_of_inference_is_until_the_new_worker_has_its_parameters():
     events = [
         of("starting", 1.0, "scores"),
-        of("failure", 5.0, "scores"),
+        of("failure", 5.0, "scores", units_back=2),
         of("starting", 4.9, "scores"),
         of("starting", 12.5, "scores"),
     ]

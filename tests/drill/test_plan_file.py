@@ -41,7 +41,7 @@ scenarios:
             ("503@create,rate=0.1,seed=1",),
             ("budgets.app_errors=1",),
             2,
-            "two drivers",
+            about="two drivers",
         ),
         Scenario("nothing"),
     )

@@ -13,7 +13,9 @@ from tpupipe.drill.outcome import Verdict
 from tpupipe.drill.plan import Skipped
 from tpupipe.drill.report import Report
 
-PASSED = Verdict("kill", "a worker is killed", "d-kill", (), 2, 2, (5,), 20, (9.5,), 160, 1, 61.0, "k.log")
+PASSED = Verdict(
+    "kill", "a worker is killed", "d-kill", (), 2, {"kill-worker": 2}, 2, (5,), 20, (9.5,), 160, 1, 61.0, "k.log"
+)
 FAILED = replace(PASSED, scenario="lose", failed=("stage lm: params_digest differs <&>\x1b[0m", "more"))
 REPORT = Report("lm", "d", {"run": "d-reference"}, (PASSED, FAILED), (Skipped("hang", "no time"),), 200.0, 600.0, "f")
 
@@ -55,3 +57,10 @@ def test_the_table_and_the_lines_below_it_say_what_differs():
     assert "lose: more" in lines
     assert "not run: hang (no time)" in lines
     assert lines[-1] == "logs and report: f"
+
+
+def test_the_totals_count_by_kind():
+    """What was tried in all, in one line."""
+    assert REPORT.totals() == (
+        "2 scenarios, 1 with differences; 4 faults fired (4 kill-worker); 2 recoveries, median 9.5 s, longest 9.5 s"
+    )

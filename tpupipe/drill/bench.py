@@ -29,6 +29,7 @@ from tpupipe.store.objects import Store
 GIVEN_BACK_S = 45.0
 _POLL_S = 0.25
 _SIGKILL = -9
+_BUDGETS = ("worker_failures", "host_failures", "slice_failures", "store_failures", "stalls", "preemptions")
 _FAILURES = 4  # what a scenario may need of a budget, whatever the configuration allows
 
 
@@ -143,7 +144,7 @@ class Bench:
 
     def _common(self) -> Iterator[str]:
         yield f"cluster.address={self.cluster.address}"
-        for budget in ("worker_failures", "host_failures", "preemptions"):
+        for budget in _BUDGETS:
             if getattr(self.config.budgets, budget) < _FAILURES:
                 yield f"budgets.{budget}={_FAILURES}"
 

@@ -109,7 +109,7 @@ def recoveries_s(attempts: Sequence[AttemptHistory]) -> list[float]:
 def _replaced(events: Sequence[Event]) -> Iterator[float]:
     """Of inference workers: from the failure to the next one that has its parameters."""
     for position, event in enumerate(events):
-        if event["kind"] != "failure" or "failure" in event:  # training tells its own recovery
+        if event["kind"] != "failure" or "units_back" not in event:  # training tells its own recovery
             continue
         ready = (e["time_s"] for e in events[position:] if e["kind"] == "starting" and e.get("stage") == event["stage"])
         back = next((when for when in ready if when > event["time_s"]), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,7 @@ class Verdict:
         run: Name of its run.
         failed: What is not as it should be, worst first; empty if it passed.
         fired: How often faults fired.
+        kinds: The same by kind: the actions, and ``store``.
         faults: How often they were to fire.
         lost_steps: Of each restart of training.
         allowed_steps: What each may be at most; ``None`` where checkpoints go by the clock.
@@ -81,6 +83,7 @@ class Verdict:
     run: str
     failed: tuple[str, ...]
     fired: int
+    kinds: Mapping[str, int]
     faults: int
     lost_steps: tuple[int, ...]
     allowed_steps: int | None
@@ -114,18 +117,20 @@ def judge(
     allowed = {s.name: scenario.intervals * s.every for s in facts.stages if s.kind == "train" and s.every}
     failed = [
         *_endings(scenario, seen),
-        *_unfired(scenario, seen),
+        *(_unfired(scenario, seen) if scenario.must_fire else ()),
         *_results(reference, seen),
         *seen.differences.values(),
         *(f"not given back: {what}" for what in seen.left),
         *_losses(lost, allowed),
     ]
+    kinds = _kinds(seen)
     return Verdict(
         scenario=scenario.name,
         about=scenario.about,
         run=run,
         failed=tuple(failed),
-        fired=sum(fired(h).total() for h in histories) + sum(1 for n in seen.store_fired.values() if n),
+        fired=sum(kinds.values()),
+        kinds=kinds,
         faults=sum(parse_fault(text).times for text in scenario.faults) + len(scenario.store_faults),
         lost_steps=tuple(steps for each in lost.values() for steps in each),
         allowed_steps=max(allowed.values(), default=None),
@@ -137,11 +142,21 @@ def judge(
     )
 
 
+def _kinds(seen: Seen) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for attempt in seen.attempts:
+        for text, times in fired(attempt.history).items():
+            found[parse_fault(text).action.value] += times
+    if stores := sum(1 for number in seen.store_fired.values() if number):
+        found["store"] = stores
+    return dict(found)
+
+
 def _endings(scenario: Scenario, seen: Seen) -> list[str]:
     failed = []
     for number, attempt in enumerate(seen.attempts, 1):
         last = number == len(scenario.attempts)
-        if ended_well(attempt, last=last):
+        if ended_well(attempt, last=last) or (attempt.exit_status == 0 and not scenario.must_fire):
             continue
         what = f"attempt {number} of {len(scenario.attempts)}"
         because = f": {attempt.error}" if attempt.error else ""

@@ -229,7 +229,7 @@ def _raise(name: str, facts: JobFacts) -> Scenario:
 def _hang(name: str, facts: JobFacts) -> Scenario:
     at = _Places(facts)
     stage = at.train()
-    stall_s = math.ceil(max(STALL_MIN_S, 2 * HOLD_FACTOR * facts.save_s, 50 * facts.step_s))
+    stall_s = stall_timeout_s(facts)
     return Scenario(
         name,
         (tuple(at.step("hang", stage, stage.middle, 0)),),
@@ -300,6 +300,11 @@ _CATALOGUE: Mapping[str, Callable[[str, JobFacts], Scenario]] = {
     "undisturbed": _undisturbed,
 }
 STANDARD_NAMES = tuple(_CATALOGUE)
+
+
+def stall_timeout_s(facts: JobFacts) -> int:
+    """A time-out that a hang does not make long to wait for, and that no step of the reference run came near."""
+    return math.ceil(max(STALL_MIN_S, 2 * HOLD_FACTOR * facts.save_s, 50 * facts.step_s))
 
 
 # -- what fits --------------------------------------------------------------------------------------

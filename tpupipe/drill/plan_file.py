@@ -107,7 +107,7 @@ def _scenario(entry: _Entry) -> Scenario:
         tuple(entry.store_faults),
         tuple(entry.set),
         entry.intervals,
-        entry.about,
+        about=entry.about,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,7 +82,21 @@ class Report:
             lines += [f"{v.scenario}: {what}" for what in v.failed]
             lines += [f"{v.scenario}: log {v.log}"] if v.failed else []
         lines += [f"not run: {skipped.name} ({skipped.why})" for skipped in self.left_out]
+        lines.append(self.totals())
         return [*lines, f"logs and report: {self.folder}"]
+
+    def totals(self) -> str:
+        """How much was tried, in one line."""
+        kinds: Counter[str] = Counter()
+        for v in self.verdicts:
+            kinds.update(v.kinds)
+        back = [seconds for v in self.verdicts for seconds in v.recoveries_s]
+        by_kind = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+        recoveries = f", median {statistics.median(back):.1f} s, longest {max(back):.1f} s" if back else ""
+        return (
+            f"{len(self.verdicts)} scenarios, {sum(not v.passed for v in self.verdicts)} with differences; "
+            f"{kinds.total()} faults fired ({by_kind or 'none'}); {len(back)} recoveries{recoveries}"
+        )
 
     def to_junit(self) -> str:
         """One test suite, one test case per scenario; what was not run is skipped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import math
 import signal
 import time
@@ -19,6 +20,7 @@ from tpupipe.drill.facts import JobFacts, job_facts, measured
 from tpupipe.drill.outcome import DIGESTS, Verdict, judge
 from tpupipe.drill.plan import STANDARD_NAMES, Skipped, estimated_s, next_that_fits, standard_plan
 from tpupipe.drill.plan_file import chosen
+from tpupipe.drill.random_plan import random_plan
 from tpupipe.drill.report import Report
 from tpupipe.drill.scenario import Scenario
 from tpupipe.errors import UsageError
@@ -31,6 +33,7 @@ REFERENCE = "reference"
 REFERENCE_TIMEOUT_S = 3600.0
 _ATTEMPT_MIN_S = 300.0
 _ATTEMPT_FACTOR = 5.0
+MIN_TRIAL_S = 5.0  # no run is shorter: bounds the number of trials that are drawn
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,21 @@ class DrillOptions:
         budget_s: Seconds within which to stay, the reference run included; ``None`` is without limit.
         timeout_s: Bound on each attempt; by default an hour for the reference, and several times its length for
             the others.
+        seed: For random trials instead of a plan, until ``budget_s``, which must be given.
     """
 
     plan: tuple[Scenario, ...] | None = None
     only: tuple[str, ...] = ()
     budget_s: float | None = None
     timeout_s: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and (self.budget_s is None or self.plan is not None or self.only):
+            raise UsageError(
+                "--random goes on until the time is up, so it needs --budget, and it makes its own scenarios.",
+                hint="--random --budget 60m --seed 7, without --plan and --only.",
+            )
 
 
 def run_drill(
@@ -149,7 +161,7 @@ class _Drill:
             drill=bench.name,
             reference=about,
             verdicts=tuple(self._verdicts),
-            left_out=(*left_out, *skipped),
+            left_out=() if options.seed is not None else (*left_out, *skipped),
             seconds=round(time.monotonic() - self._began, 1),
             budget_s=options.budget_s,
             folder=str(bench.folder),
@@ -171,6 +183,7 @@ class _Drill:
                 break
             self._bench.say(
                 f"scenario {len(self._verdicts) + 1} of at most {total}: {scenario.name} ({scenario.about})"
+                + (f": {', '.join((*scenario.faults, *scenario.store_faults))}" if not scenario.must_fire else "")
             )
             verdict = self._one(scenario, result, reference_s)
             taken.append((estimated_s(scenario, reference_s), verdict.seconds))
@@ -196,6 +209,9 @@ class _Drill:
 
 def _after_reference(options: DrillOptions, facts: JobFacts) -> tuple[tuple[Scenario, ...], tuple[Skipped, ...]]:
     """The plan again, with the numbers of the reference run; a scenario may turn out to be impossible only now."""
+    if options.seed is not None and options.budget_s is not None:
+        at_most = 1 + int(options.budget_s / MIN_TRIAL_S)
+        return tuple(itertools.islice(random_plan(facts, options.seed), at_most)), ()
     if options.plan is not None:
         return _planned(options, facts)
     scenarios, skipped = standard_plan(facts)

@@ -25,6 +25,7 @@ class Scenario:
         store_faults: Faults of the store, in force in every attempt.
         overrides: ``KEY=VALUE`` laid over the configuration, for this scenario only.
         intervals: How many checkpoint intervals of steps a failure may cost.
+        must_fire: Whether a fault that does not fire is a failure of the scenario: what was not tried proves nothing.
         about: One line for the report.
         extra_s: Seconds that it takes beyond its failures' recoveries (a hang that is waited for).
     """
@@ -34,6 +35,7 @@ class Scenario:
     store_faults: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     intervals: int = 1
+    must_fire: bool = True
     about: str = ""
     extra_s: float = 0.0
     faults: tuple[str, ...] = field(init=False)
