@@ -26,7 +26,8 @@ def event(kind: str, **facts: Any) -> dict[str, Any]:
 class EventLog:
     """The driver's event log: lines on stderr now, immutable segments in the store every few seconds.
 
-    A segment that cannot be written is reported when the log is closed; it does not stop the run.
+    A segment that cannot be written is part of the next one. What cannot be written at the end is reported; it does not
+    stop the run.
 
     Args:
         store: The run's store; ``None`` keeps events in memory only.
@@ -89,6 +90,10 @@ class EventLog:
             self._store.create(name, lines.encode())
         except OSError as error:
             self._failed = str(error)
+            with self._lock:  # the next segment has them, under a name of its own: this one may have come through
+                self._pending = [*pending, *self._pending]
+        else:
+            self._failed = ""
 
 
 class Seconds:
