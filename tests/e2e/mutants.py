@@ -9,6 +9,7 @@ Unpickling the model breaks tpupipe in the process that does it, so the product 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ ship_by_value(small)
 
 class Mutant(small.Model):
     def __reduce__(self) -> Any:
-        return _unpickled, (self.steps, self.batch_size, self.width, self.broken)
+        return _unpickled, (self.steps, self.batch_size, self.width, self.break_at)
 
 
 def _unpickled(*arguments: Any) -> Mutant:
@@ -67,10 +68,10 @@ def _leave_out_a_batch() -> None:
 
     batches = StageContext.batches
 
-    def without_the_first(self: Any) -> Iterator[Any]:
-        for position, batch in enumerate(batches(self)):
-            if position or self._start is None:
-                yield batch
+    @contextlib.contextmanager
+    def without_the_first(self: Any) -> Iterator[Iterator[Any]]:
+        with batches(self) as found:
+            yield (batch for position, batch in enumerate(found) if position or self._start is None)
 
     StageContext.batches = without_the_first  # type: ignore[method-assign]
 
@@ -93,4 +94,4 @@ def _lose_a_row() -> None:
 
 
 def build(cfg: Params) -> tpupipe.Job:
-    return small.job(cfg, Mutant(cfg.steps, cfg.batch_size, cfg.width, cfg.break_at == "step"))
+    return small.job(cfg, Mutant(cfg.steps, cfg.batch_size, cfg.width, cfg.break_at))
