@@ -86,7 +86,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             checkpoint = ray.train.Checkpoint.from_directory(path) if rank == 0 else None
             ray.train.report({"step": done, "loss": loss}, checkpoint=checkpoint)
             saves.append((began, time.perf_counter()))
-        if done == work.steps:
+        if done == work.steps or before:  # after a restart the first step is all there is to see
             break
     # Not reported: Result.metrics are those of the last checkpoint, taken before its own save has ended.
     if rank == 0:
