@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpupipe import Buckets, Every, Files, Infer, Job, OnPreemption, Preprocess, Train
+from tpupipe import Buckets, Every, Files, Infer, Job, OnPreemption, Preprocess, Pretrained, Train
 from tpupipe.errors import JobError
 from tpupipe.job import default_params
 
@@ -203,6 +203,33 @@ def test_params_by_uri_need_no_stage():
 def test_builtins_without_a_signature_are_taken():
     """They are checked when they are called."""
     assert Preprocess(**(P | {"map": dict})).map is dict
+
+
+def test_pretrained_params_need_no_stage_and_no_file_yet():
+    """Declared without looking: one path or several, text or Path; load takes as many arguments."""
+    assert Pretrained(Path("/nowhere/m"), len).files == ("/nowhere/m",)
+    pretrained = Pretrained(["gs://b/one", "gs://b/two"], lambda one, two: (one, two))
+    assert pretrained.files == ("gs://b/one", "gs://b/two")
+    assert Job("job", [Infer(**(I | {"params": pretrained}))]).stage_names == ("score",)
+
+
+@pytest.mark.parametrize(
+    ("files", "load", "said"),
+    [
+        ([], len, "files=[]) must be"),
+        ("", len, "files='') must be"),
+        (None, len, "files=None) must be"),
+        (["a", 3], len, "files=['a', 3]) must be"),
+        (b"a", len, "files=b'a') must be"),
+        ("a", None, "load=None is not callable"),
+        (["a", "b"], lambda one: one, "load must take 2 positional"),
+    ],
+)
+def test_what_pretrained_refuses(files, load, said):
+    """When it is declared, with the value."""
+    with pytest.raises(JobError) as caught:
+        Pretrained(files, load)
+    assert said in str(caught.value)
 
 
 def test_default_params():

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpupipe.checkpoint.policy import Every, OnPreemption
 from tpupipe.data.buckets import Buckets
+from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sources import Files, JsonLines, Parquet
 from tpupipe.errors import TpupipeError
 from tpupipe.job import Infer, Job, Preprocess, Train
@@ -27,6 +28,7 @@ __all__ = [
     "OnPreemption",
     "Parquet",
     "Preprocess",
+    "Pretrained",
     "TpupipeError",
     "Train",
     "main",

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from tpupipe.checkpoint.policy import Every, OnPreemption, Policy, SavePolicy
 from tpupipe.data.buckets import Buckets
+from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sources import Source
 from tpupipe.errors import JobError
 
@@ -181,7 +182,7 @@ class Infer:
         name: Stage name, unique in the job.
         data: A source, or the name of an earlier ``Preprocess`` stage.
         params: Name of an earlier ``Train`` stage, or the URI of a training stage's folder or of one checkpoint
-            in a store: ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<checkpoint>]``.
+            in a store: ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<checkpoint>]``, or ``Pretrained(files, load)``.
         init: Where ``params`` is a URI: ``init(key) -> state`` of the stage that trained them. It is only traced,
             for the structure of the state.
         apply: ``apply(params, batch) -> outputs``, pure; jitted once per bucket. ``batch``
@@ -202,7 +203,7 @@ class Infer:
 
     name: str
     data: Source | str
-    params: str
+    params: str | Pretrained
     apply: Callable[[Any, Batch], Mapping[str, Any]]
     map: Callable[[Batch], Batch] | None = None
     buckets: Buckets | None = None
@@ -221,8 +222,10 @@ class Infer:
                 f"stage {self.name!r}: data={self.data!r} is neither a source nor a stage name.",
                 hint="Files(pattern), Parquet(pattern), JsonLines(pattern), or the name of a Preprocess stage.",
             )
-        if not isinstance(self.params, str) or not self.params:
-            raise JobError(f"stage {self.name!r}: params={self.params!r} must be a stage name or a checkpoint URI.")
+        if not isinstance(self.params, (str, Pretrained)) or not self.params:
+            raise JobError(
+                f"stage {self.name!r}: params={self.params!r} must be a stage name, a checkpoint URI or Pretrained(...)."
+            )
         if self.init is not None:
             _check_callable(self.name, "init", self.init, 1)
         _check_names(self.name, "keep", self.keep)
@@ -276,7 +279,7 @@ class Job:
                 raise JobError(f"job {self.name!r}: two stages are named {stage.name!r}.")
             if isinstance(stage, Train) or (isinstance(stage, Infer) and isinstance(stage.data, str)):
                 _check_reference(stage.name, "data", str(stage.data), Preprocess, before)
-            if isinstance(stage, Infer) and "/" not in stage.params:
+            if isinstance(stage, Infer) and isinstance(stage.params, str) and "/" not in stage.params:
                 _check_reference(stage.name, "params", stage.params, Train, before)
             before[stage.name] = stage
 

@@ -13,18 +13,17 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tpupipe.checkpoint.verify import newest_intact
 from tpupipe.cluster.reservation import Host
 from tpupipe.data.chunks import ManifestUnit
 from tpupipe.data.sources import Unit
-from tpupipe.errors import JobError, NoIntactCheckpointError, StageError, TpupipeError
-from tpupipe.job import Infer, Train, default_params
+from tpupipe.errors import StageError, TpupipeError
+from tpupipe.job import Infer
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, failure_of, tell_fault, told_errors
 from tpupipe.stages.failures import Budget, Failure, Kind
 from tpupipe.stages.finished import read_manifest, units_done
-from tpupipe.stages.infer_worker import InferPlan, InferWorker, ParamsSource, UnitDone
-from tpupipe.stages.record import read_train_record
+from tpupipe.stages.infer_params import find_params
+from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S
 from tpupipe.stages.units import (
@@ -35,8 +34,6 @@ from tpupipe.stages.units import (
     split_pending,
     write_manifest,
 )
-from tpupipe.store.layout import RunPaths, parse_checkpoint
-from tpupipe.store.objects import Store, open_store
 
 CHUNK_ROWS = 4096
 IN_FLIGHT = 2  # one at work, one behind it, so that a worker never waits for the driver
@@ -60,13 +57,13 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     params = find_params(stage, run)
     pending, present = split_pending(run, stage.name, units)
     reused = read_all_committed(run.store, present.values())
-    fingerprint = params.commit.fingerprint
+    fingerprint = params.fingerprint
     check_reused(stage.name, units, reused, fingerprint)
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do"
         + (f", {len(reused)} done before" if reused else "")
-        + f"; parameters of step {params.commit.step}",
+        + f"; parameters of {params.told}",
         stage=stage.name,
         units=len(units),
         pending=len(pending),
@@ -95,7 +92,7 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     )
     seconds.add("working", time.monotonic() - began - sum(seconds.rounded().values()))
     result = units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
-    return replace(result, metrics=_padding(done), checkpoint=params.store.uri(params.folder))
+    return replace(result, metrics=_padding(done), checkpoint=params.uri)
 
 
 def _padding(done: Sequence[UnitDone]) -> Mapping[str, float]:
@@ -119,72 +116,6 @@ def _units(stage: Infer, run: StageRun) -> list[Unit]:
 
 def _fingerprint(unit: ManifestUnit) -> str:
     return f"{unit.unit}-{unit.rows}-{unit.size_bytes}"
-
-
-def find_params(stage: Infer, run: StageRun) -> ParamsSource:
-    """The newest intact checkpoint that ``stage.params`` names: of this run, or of another by URI.
-
-    Raises:
-        NoIntactCheckpointError: There is none.
-        JobError: The URI does not name a training stage of a run, or the job has no ``Train`` stage to take the
-            model's structure from.
-    """
-    if "/" not in stage.params:
-        trained = run.job.stage(stage.params)
-        if not isinstance(trained, Train):
-            raise JobError(f"stage {stage.name!r}: params={stage.params!r} is not a Train stage.")
-        store, paths, name, wanted = run.store, run.paths, trained.name, None
-        init, params = trained.init, trained.params
-    else:
-        store, paths, name, wanted = parse_params_uri(stage.params, run)
-        if stage.init is None:
-            raise JobError(
-                f"stage {stage.name!r}: params={stage.params!r} is a URI, so init= must say what the state looks like.",
-                hint="Infer(init=lm.init, ...): it is only traced, never run.",
-            )
-        init, params = stage.init, default_params
-    selection = newest_intact(store, paths, name, only=wanted)
-    if selection.commit is None:
-        raise NoIntactCheckpointError(
-            f"stage {stage.name!r}: there is no committed checkpoint at {stage.params!r}.",
-            hint="Train first, or name a run's training stage or one of its checkpoints.",
-            stage=stage.name,
-        )
-    record = read_train_record(store, paths, name) if wanted is None else None
-    if record is not None and record.checkpoint_fingerprint != selection.commit.fingerprint:
-        damaged = "; ".join(str(d) for d in selection.damaged) or "it is not in the store"
-        raise NoIntactCheckpointError(
-            f"stage {stage.name!r}: the last checkpoint of {stage.params!r} (step {record.steps}) cannot be used: {damaged}.",
-            hint="Nothing was deleted. Older parameters are not taken instead; name a checkpoint's URI to use them.",
-            stage=stage.name,
-        )
-    return ParamsSource(store, selection.folder, selection.commit, init, params)
-
-
-def parse_params_uri(uri: str, run: StageRun) -> tuple[Store, RunPaths, str, str | None]:
-    """Reads ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<step>-<epoch>]``.
-
-    Returns:
-        Store, names of the run, training stage, and the folder where one checkpoint was named.
-
-    Raises:
-        JobError: It is not of that form.
-    """
-    head, found, tail = uri.rstrip("/").partition("/stages/")
-    place, _, run_name = head.rpartition("/")
-    root, _, job_name = place.rpartition("/")
-    stage, _, checkpoint = tail.partition("/checkpoints/")
-    parsed = parse_checkpoint(checkpoint) if checkpoint else None
-    if not found or not root or not stage or "/" in stage or (checkpoint and parsed is None):
-        raise JobError(
-            f"params={uri!r} is not a training stage or checkpoint of a run.",
-            hint="<store>/<job>/<run>/stages/<stage>, or that with /checkpoints/<step>-<epoch>.",
-        )
-    store = open_store(
-        root, endpoint=run.endpoint, timeout_s=run.config.store.timeout_s, attempts=run.config.store.attempts
-    )
-    paths = RunPaths(job_name, run_name)
-    return store, paths, stage, f"{paths.checkpoints(stage)}/{checkpoint}" if parsed else None
 
 
 # -- the pool of workers --------------------------------------------------------------------

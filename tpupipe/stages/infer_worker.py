@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tpupipe.checkpoint.commit import Commit
-from tpupipe.checkpoint.restore import restore_params
 from tpupipe.data.buckets import PackedBatch, PaddedBatch, pad, plan_batches, row_lengths
 from tpupipe.data.chunks import decode_unit
 from tpupipe.data.columns import to_numpy, to_table
@@ -21,31 +19,12 @@ from tpupipe.job import Infer
 from tpupipe.ledger.events import event
 from tpupipe.stages.base import arm_worker, reported, user_code
 from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stages.infer_params import ParamsSource
 from tpupipe.stages.sharding import make_mesh, named_sharding
 from tpupipe.stages.stall import Watchdog
 from tpupipe.stages.units import Committed, UnitTarget, commit_unit
-from tpupipe.store.objects import Store
 
 UNIT, ROW, MASK, LENGTHS = "unit", "row", "mask", "lengths"
-
-
-@dataclass(frozen=True)
-class ParamsSource:
-    """Where the parameters are.
-
-    Args:
-        store: The store of the run that trained them.
-        folder: The checkpoint's folder in it.
-        commit: Its record.
-        init: ``init(key) -> state`` of the training stage: the structure of the state.
-        params: Picks the parameters out of the state.
-    """
-
-    store: Store
-    folder: str
-    commit: Commit
-    init: Callable[[Any], Any]
-    params: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -108,20 +87,10 @@ class InferWorker:
         self._mesh = make_mesh({"data": len(jax.local_devices())}, jax.local_devices())
         self._replicated = named_sharding(self._mesh)
         self._rows = named_sharding(self._mesh, "data")
-        self._params = self._load()
+        self._params = plan.params.load(self._replicated)
         self._compiled: dict[Any, Any] = {}
-        point("params.loaded", step=plan.params.commit.step)
+        point("params.loaded", step=plan.params.step)
         plan.coordinator.report(event("starting", rank=rank, seconds=time.monotonic() - began))
-
-    def _load(self) -> Any:
-        import jax
-
-        source = self._plan.params
-        shapes = jax.eval_shape(source.init, jax.random.key(0))
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated), shapes
-        )
-        return restore_params(source.store, source.folder, source.commit, abstract, source.params)
 
     def run(self, unit: Unit, index: int) -> UnitDone:
         """Does one unit, up to its commit."""
