@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpupipe import Buckets, Every, Files, Infer, Job, OnPreemption, Preprocess, Pretrained, Train
+from tpupipe import Buckets, Every, Files, Infer, Job, OnPreemption, Preprocess, Pretrained, Quarantine, Train
 from tpupipe.errors import JobError
 from tpupipe.job import default_params
 
@@ -133,6 +133,9 @@ def test_train(changes, says):
         ({"params": None}, "params=None must be"),
         ({"ragged_outputs": ("nll",)}, "ragged_outputs needs buckets"),
         ({"batch_rows": 0}, "batch_rows=0"),
+        ({"bad_rows": "quarantine"}, "bad_rows='quarantine' is not known"),
+        ({"recompile": "never"}, "recompile='never' is not known"),
+        ({"buckets": Buckets(too_long="quarantine")}, "needs bad_rows=Quarantine"),
     ],
 )
 def test_infer(changes, says):
@@ -198,6 +201,13 @@ def test_a_wrong_reference_lists_what_fits():
 def test_params_by_uri_need_no_stage():
     """A URI points outside the job."""
     assert Job("job", [Infer(**(I | {"params": "gs://b/x/job/run/stages/lm"}))]).stage_names == ("score",)
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5, None])
+def test_quarantine_needs_a_limit(limit):
+    """A whole number of rows, at least 1."""
+    with pytest.raises(JobError, match=r"Quarantine\(max="):
+        Quarantine(max=limit)
 
 
 def test_builtins_without_a_signature_are_taken():

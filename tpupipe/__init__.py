@@ -14,7 +14,7 @@ from tpupipe.data.buckets import Buckets
 from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sources import Files, JsonLines, Parquet
 from tpupipe.errors import TpupipeError
-from tpupipe.job import Infer, Job, Preprocess, Train
+from tpupipe.job import Infer, Job, Preprocess, Quarantine, Train
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "Parquet",
     "Preprocess",
     "Pretrained",
+    "Quarantine",
     "TpupipeError",
     "Train",
     "main",

@@ -61,6 +61,7 @@ def test_a_small_world_has_the_documented_defaults(write):
         "host_failures": 3,
         "preemptions": 16,
         "app_errors": 0,
+        "unit_failures": 3,
     }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
 import tpupipe
-from tpupipe import Every, Infer, JsonLines, OnPreemption, Preprocess, Train
+from tpupipe import Every, Infer, JsonLines, OnPreemption, Preprocess, Quarantine, Train
 
 
 class Params(BaseModel):
@@ -22,6 +23,9 @@ class Params(BaseModel):
     break_at: str = ""
     width: int = 8
     with_empty: bool = False
+    bad_id: int = -1
+    die_id: int = -1
+    quarantine: bool = False
 
 
 def keep_ids(batch: Any) -> Any:
@@ -30,6 +34,21 @@ def keep_ids(batch: Any) -> Any:
 
 def failing_map(_: Any) -> Any:
     raise ZeroDivisionError("the job's own mistake")
+
+
+class Picky:
+    """Keeps ids, but raises at one of them and dies at another."""
+
+    def __init__(self, bad_id: int, die_id: int) -> None:
+        self.bad_id, self.die_id = bad_id, die_id
+
+    def __call__(self, batch: Any) -> Any:
+        ids = np.asarray(batch["id"], np.int32)
+        if self.die_id in ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.bad_id in ids:
+            raise ValueError(f"id {self.bad_id} cannot be used")
+        return {"id": ids}
 
 
 class Model:
@@ -103,7 +122,14 @@ def build(cfg: Params) -> tpupipe.Job:
                 mesh={"data": -1},
                 checkpoint=[Every(steps=cfg.every, keep=3), OnPreemption()],
             ),
-            Infer("scores", data=source, map=keep_ids, params="fit", apply=lm.apply),
+            Infer(
+                "scores",
+                data=source,
+                map=Picky(cfg.bad_id, cfg.die_id),
+                params="fit",
+                apply=lm.apply,
+                bad_rows=Quarantine(max=2) if cfg.quarantine else "fail",
+            ),
             *([nothing] if cfg.with_empty else []),
         ],
     )

@@ -163,7 +163,9 @@ class StageConfig(_Section):
         sharding: Training: how parameters are laid out over the mesh.
         chunk_rows: Preprocessing: rows of one chunk.
         batch_rows: Inference: rows of one padded batch.
-        concurrency: Preprocessing and inference: units at work at a time.
+        bad_rows: Inference: what becomes of rows that cannot be used; ``quarantine`` keeps the job's ``max``.
+        recompile: Inference: whether rows of another shape may cost a compilation.
+        concurrency: Preprocessing: units at work at a time. Inference: units in flight on each worker.
         stall_timeout_s: A step or unit that takes longer is a failure.
     """
 
@@ -177,6 +179,8 @@ class StageConfig(_Section):
     sharding: Literal["replicated", "fsdp"] | None = None
     chunk_rows: Count | None = None
     batch_rows: Count | None = None
+    bad_rows: Literal["fail", "quarantine"] | None = None
+    recompile: Literal["forbid", "warn"] | None = None
     concurrency: int | None = Field(default=None, ge=1, le=100_000)
     stall_timeout_s: Seconds | None = None
 
@@ -206,12 +210,15 @@ class BudgetsConfig(_Section):
         host_failures: Hosts lost without notice.
         preemptions: Hosts lost with notice.
         app_errors: Exceptions of the job's own code; they rarely go away by trying again.
+        unit_failures: Failures of one and the same unit (exceptions, and deaths of a process that worked on nothing
+            else) after which it is set aside.
     """
 
     worker_failures: Failures = 3
     host_failures: Failures = 3
     preemptions: Failures = 16
     app_errors: Failures = 0
+    unit_failures: Annotated[int, Field(ge=1, le=1_000_000)] = 3
 
 
 class CostConfig(_Section):

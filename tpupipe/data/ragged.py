@@ -40,19 +40,23 @@ class Ragged:
         """
         import numpy as np
 
-        arrays = [np.asarray(row) for row in rows]
-        kinds = {(row.dtype, row.shape[1:]) for row in arrays if row.size}
+        arrays = rows if all(type(row) is np.ndarray for row in rows) else [np.asarray(row) for row in rows]
+        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        if len({row.dtype for row in arrays}) > 1 or len({row.shape[1:] for row in arrays}) > 1:
+            arrays = cls._alike([row for row in arrays if row.size] or arrays[:1], name)
+        values = np.concatenate(arrays) if len(arrays) else np.empty((0,), np.int32)
+        return cls(values, np.cumsum(lengths) - lengths, lengths, name)
+
+    @staticmethod
+    def _alike(filled: Sequence[NDArray[Any]], name: str) -> Sequence[NDArray[Any]]:
+        kinds = {(row.dtype, row.shape[1:]) for row in filled}
         if len(kinds) > 1:
             told = sorted(f"{dtype}[L{''.join(f', {n}' for n in inner)}]" for dtype, inner in kinds)
             raise DataError(
                 f"Column {name!r}: rows of {' and '.join(told)} do not go into one batch.",
                 hint="Rows must share a dtype and all dimensions but the first.",
             )
-        lengths = np.fromiter((len(row) for row in arrays), np.int64, len(arrays))
-        filled = [row for row in arrays if row.size]
-        like = arrays[0][:0] if arrays else np.empty((0,), np.int32)
-        values = np.concatenate(filled) if filled else like
-        return cls(values, np.cumsum(lengths) - lengths, lengths, name)
+        return filled
 
     def pad(
         self,

@@ -18,6 +18,7 @@ from tpupipe.faults.points import point
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
 from tpupipe.stages.base import arm_worker, reported, user_code
+from tpupipe.stages.compile_cache import use_compile_cache
 from tpupipe.stages.context import Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
@@ -105,7 +106,7 @@ def _train(plan: TrainPlan) -> None:
     import jax
 
     stage = plan.stage
-    _use_compile_cache(plan)
+    use_compile_cache(plan.target.store, plan.target.paths)
     if jax.device_count() != plan.devices:
         raise JobError(
             f"JAX sees {jax.device_count()} devices, {plan.devices} are reserved.",
@@ -153,15 +154,6 @@ def _train(plan: TrainPlan) -> None:
     watchdog = Watchdog(plan.stall_timeout_s, f"rank {context.rank}", plan.target, plan.coordinator, rank=context.rank)
     with watchdog.watching():
         _loop(plan, context, state, step, watchdog)
-
-
-def _use_compile_cache(plan: TrainPlan) -> None:
-    import jax
-
-    store = plan.target.store
-    jax.config.update("jax_compilation_cache_dir", store.uri(plan.target.paths.compile_cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _abstract_state(stage: Train, key: Any, mesh: Any) -> Any:
