@@ -178,4 +178,4 @@ class UnitsSetAsideError(StageError):
 
 
 class BadRowError(UserCodeError):
-    """A row cannot be used. ``data``: ``stage``, ``unit``, ``row`` (of its input), ``path``."""
+    """A row cannot be used. ``data``: ``stage``, ``unit``, ``row`` (of its input), ``path``, ``over_limit``."""

@@ -62,7 +62,7 @@ def test_by_default_the_first_bad_row_is_named():
         BadRowError, match=r"row 15 of unit u \(b.jsonl, from byte 100, row 2\): map raised ValueError: 5"
     ) as caught:
         UnitMapper(stage(failing(5, 7)), "u").map(window(list(range(10)), first_row=10))
-    assert caught.value.data == {"stage": "s", "unit": "u", "row": 15, "path": "b.jsonl"}
+    assert caught.value.data == {"stage": "s", "unit": "u", "row": 15, "path": "b.jsonl", "over_limit": False}
     assert "in mapping" in caught.value.message
     assert "Quarantine" in caught.value.hint
 
@@ -88,8 +88,9 @@ def test_quarantined_rows_leave_a_record_each_and_the_others_are_mapped():
 def test_more_bad_rows_than_allowed_name_the_one_too_many():
     """max=2 and three bad rows: the third is named, and why."""
     mapper = UnitMapper(stage(failing(1, 5, 8), Quarantine(max=2)), "u")
-    with pytest.raises(BadRowError, match=r"row 8 .*2 rows were set aside before it"):
+    with pytest.raises(BadRowError, match=r"row 8 .*2 rows were set aside before it") as caught:
         mapper.map(window(list(range(10))))
+    assert caught.value.data["over_limit"]
 
 
 def test_a_window_of_bad_rows_only_takes_its_columns_from_elsewhere():

@@ -85,7 +85,7 @@ def test_one_success_and_every_unit_is_on_its_own():
     ids=lambda e: type(e).__name__,
 )
 def test_what_is_not_the_units_fault_ends_the_stage(error):
-    """The lease, the store, the declaration: raised as they are, nothing is counted."""
+    """The lease, the store, the declaration, too many bad rows in all: raised as they are, nothing is counted."""
     counted = failures()
     with pytest.raises(type(error)) as caught:
         counted.raised("a", error)

@@ -179,9 +179,8 @@ class InferPool:
         allowed = self._stage.bad_rows
         if answer.last_bad is not None and isinstance(allowed, Quarantine) and self._bad_rows > allowed.max:
             more = f" {self._bad_rows} rows of the stage are set aside by now; bad_rows allows {allowed.max}."
-            raise refused(
-                self._stage.name, unit.id, answer.last_bad, more, hint="Quarantine(max=...) says how many it allows."
-            )
+            hint = "Quarantine(max=...) says how many it allows."
+            raise refused(self._stage.name, unit.id, answer.last_bad, more, hint=hint, over_limit=True)
 
     def _again(self, unit: Unit, decision: Next, error: TpupipeError, queue: deque[Unit]) -> None:
         if decision is Next.AGAIN:

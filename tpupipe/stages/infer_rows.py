@@ -98,7 +98,7 @@ class UnitMapper:
     def __init__(self, stage: Infer, unit: str, template: Columns | None = None) -> None:
         self._stage = stage
         self._unit = unit
-        self._may_set_aside = stage.bad_rows.max if isinstance(stage.bad_rows, Quarantine) else 0
+        self._limit = stage.bad_rows.max if isinstance(stage.bad_rows, Quarantine) else 0
         self._mapped = 0
         self.template = template
         self.bad: list[BadRow] = []
@@ -207,17 +207,17 @@ class UnitMapper:
             self._set_aside(found, None)
 
     def _set_aside(self, bad: BadRow, error: Exception | None) -> None:
-        if len(self.bad) < self._may_set_aside:
+        if len(self.bad) < self._limit:
             self.bad.append(bad)
             return
-        if self._may_set_aside:
+        if self._limit:
             more = f" {len(self.bad)} rows were set aside before it, which is all that bad_rows allows."
         else:
             more = "" if error is None else "\n" + "".join(traceback.format_exception(error, limit=-3)).rstrip()
         raise self._refused(bad, more) from error
 
     def _refused(self, bad: BadRow, more: str, *, hint: str = "") -> BadRowError:
-        return refused(self._stage.name, self._unit, bad, more, hint=hint)
+        return refused(self._stage.name, self._unit, bad, more, hint=hint, over_limit=len(self.bad) >= self._limit > 0)
 
 
 def is_numeric(values: NDArray[Any]) -> bool:
@@ -331,8 +331,8 @@ def _bad_row(window: Window, source: int, row: int | None, reason: str, error: s
     return BadRow(window.first_row + source, origin.path, origin.start, origin.row, row, reason, error)
 
 
-def refused(stage: str, unit: str, bad: BadRow, more: str, *, hint: str = "") -> BadRowError:
-    """The error that names a bad row."""
+def refused(stage: str, unit: str, bad: BadRow, more: str, *, hint: str = "", over_limit: bool = False) -> BadRowError:
+    """The error that names a bad row; ``over_limit`` if no more may be set aside, so that the stage cannot succeed."""
     place = f"row {bad.row} after map" if bad.input_row is None else f"row {bad.input_row}"
     where = bad.path + (f", from byte {bad.start}" if bad.start else "")
     where += f", row {bad.file_row}" if bad.file_row is not None else ""
@@ -344,4 +344,5 @@ def refused(stage: str, unit: str, bad: BadRow, more: str, *, hint: str = "") ->
         unit=unit,
         row=bad.row if bad.input_row is None else bad.input_row,
         path=bad.path,
+        over_limit=over_limit,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tpupipe.errors import (
+    BadRowError,
     CheckpointError,
     DataError,
     FencedError,
@@ -32,6 +33,8 @@ class Next(StrEnum):
 
 def is_the_units_own(error: TpupipeError) -> bool:
     """Whether an error says something about the unit; others (the store, the lease, the declaration) end the run."""
+    if isinstance(error, BadRowError) and error.data.get("over_limit"):
+        return False  # the stage can not succeed any more
     return not isinstance(error, (FencedError, StoreError, CheckpointError, UsageError)) or isinstance(error, DataError)
 
 
