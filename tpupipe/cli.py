@@ -191,6 +191,7 @@ def print_result(result: RunResult, screen: Console) -> None:
 
 def _facts(stage: Any) -> str:
     shown = [f"{name} {value:.4g}" for name, value in stage.get("metrics", {}).items()]
+    shown += [f"{kind} {stage[f'rows_{kind}']}" for kind in ("quarantined", "truncated") if stage.get(f"rows_{kind}")]
     if stage.get("params_digest"):
         shown.append(f"params {stage['params_digest'][:12]}")
     if stage.get("sample_digest"):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tpupipe.config import Config, canonical, config_hash
+from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sample import parse_sample, sample_units
 from tpupipe.data.sources import Source, fingerprint_units
 from tpupipe.errors import DataError, ObjectExistsError, RunChangedError
@@ -34,7 +35,7 @@ class Identity:
         job: The job's name.
         parameters: The ``job:`` section.
         stages: What decides each stage's result, by stage.
-        inputs: Fingerprint of each stage's sampled inputs.
+        inputs: Fingerprint of each stage's sampled inputs, and as ``<stage>.params`` of its ``Pretrained`` files.
         sample: Exact fraction of the input.
         code: sha256 over the sources of the modules that the job's functions come from.
     """
@@ -57,17 +58,21 @@ class Identity:
 
 
 def identify(job: Job, config: Config, *, input_options: Mapping[str, Any]) -> Identity:
-    """Computes the identity; lists the inputs, reads none.
+    """Computes the identity; lists the inputs, reads none of them but pretrained parameters.
 
     Raises:
-        DataError: A source has no input.
+        DataError: A source has no input, or a file of pretrained parameters does not exist.
     """
     fraction = parse_sample(config.sample)
+    inputs = {name: _inputs(source, fraction, input_options) for name, source in _sources(job)}
+    for stage in job.stages:
+        if isinstance(stage, Infer) and isinstance(stage.params, Pretrained):
+            inputs[f"{stage.name}.params"] = stage.params.read(input_options)[1]
     return Identity(
         job=job.name,
         parameters=canonical(config.job),
         stages={stage.name: _result_options(stage) for stage in job.stages},
-        inputs={name: _inputs(source, fraction, input_options) for name, source in _sources(job)},
+        inputs=inputs,
         sample=config.sample,
         code=code_fingerprint(job),
     )
@@ -112,7 +117,7 @@ def _result_options(stage: Preprocess | Train | Infer) -> dict[str, Any]:
             return {
                 "kind": "infer",
                 "source": stage.data if isinstance(stage.data, str) else _reading(stage.data),
-                "params": stage.params,
+                "params": stage.params if isinstance(stage.params, str) else "pretrained",
                 "buckets": json.loads(json.dumps(buckets)),
                 "keep": list(stage.keep),
                 "ragged_outputs": list(stage.ragged_outputs),
@@ -140,6 +145,7 @@ def code_fingerprint(job: Job) -> str:
         for name in ("map", "dataset", "init", "step", "params", "sharding", "apply")
         if callable(function := getattr(stage, name, None))
     ]
+    functions += [s.params.load for s in job.stages if isinstance(s, Infer) and isinstance(s.params, Pretrained)]
     digest = hashlib.sha256()
     files: set[Path] = set()
     for wrapped in functions:

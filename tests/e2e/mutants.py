@@ -22,7 +22,7 @@ ship_by_value(small)
 
 class Mutant(small.Model):
     def __reduce__(self) -> Any:
-        return _unpickled, (self.steps, self.batch_size, self.width, self.broken)
+        return _unpickled, (self.steps, self.batch_size, self.width, self.break_at)
 
 
 def _unpickled(*arguments: Any) -> Mutant:
@@ -78,19 +78,20 @@ def _leave_out_a_batch() -> None:
 def _lose_a_row() -> None:
     from tpupipe.stages import infer_worker
 
-    run, commit = infer_worker.InferWorker._run, infer_worker.commit_unit
-    begun = [0]
+    windows, to_table = infer_worker.InferWorker._windows, infer_worker.to_table
+    begun: dict[str, int] = {}
 
-    def counted(self: Any, unit: Any, index: int) -> Any:
-        begun[0] = self._plan.coordinator.count(f"mutant/{unit.id}")
-        return run(self, unit, index)
+    def counted(self: Any, unit: Any) -> Any:
+        begun[unit.id] = self._plan.coordinator.count(f"mutant/{unit.id}")
+        return windows(self, unit)
 
-    def commit_without_the_first(target: Any, unit: Any, index: int, table: Any, *, rows_in: int) -> Any:
-        return commit(target, unit, index, table.slice(1) if begun[0] > 1 else table, rows_in=rows_in)
+    def without_the_first(columns: Any) -> Any:
+        table = to_table(columns)
+        return table.slice(1) if begun[columns["unit"][0]] > 1 else table
 
-    infer_worker.InferWorker._run = counted  # type: ignore[method-assign]
-    infer_worker.commit_unit = commit_without_the_first  # type: ignore[assignment]
+    infer_worker.InferWorker._windows = counted  # type: ignore[method-assign]
+    infer_worker.to_table = without_the_first  # type: ignore[attr-defined]
 
 
 def build(cfg: Params) -> tpupipe.Job:
-    return small.job(cfg, Mutant(cfg.steps, cfg.batch_size, cfg.width, cfg.break_at == "step"))
+    return small.job(cfg, Mutant(cfg.steps, cfg.batch_size, cfg.width, cfg.break_at))

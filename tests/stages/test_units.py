@@ -14,6 +14,7 @@ from tpupipe.faults.points import arm
 from tpupipe.stages.units import (
     UnitTarget,
     check_reused,
+    commit_errors,
     commit_unit,
     read_all_committed,
     read_committed,
@@ -188,3 +189,45 @@ def test_a_zombie_completes_nothing(run, target):
     with pytest.raises(FencedError):
         write_manifest(run, STAGE, [unit(0)], done, {})
     assert not run.store.exists(run.paths.manifest(STAGE))
+
+
+def records(*values: str) -> pa.Table:
+    return pa.table({"error": pa.array(values, pa.string())})
+
+
+def test_error_records_are_the_same_object_under_any_lease(run, target):
+    """Written twice, the second time under a later lease: one object, the same bytes."""
+    commit_errors(target, unit(3), records("a"))
+    name = run.paths.unit_errors(STAGE, unit(3).id)
+    before = run.store.info(name)
+    run.lease.fence.check()
+    commit_errors(replace(target, fence=LaterFence(target.fence)), unit(3), records("a"))
+    assert run.store.info(name).generation == before.generation
+    assert decode_unit(run.store.read(name))["error"].to_pylist() == ["a"]
+
+
+def test_error_records_of_a_try_that_did_not_commit_are_replaced_and_of_one_that_did_are_not(run, target):
+    """The unit's own object decides which try counts."""
+    name = run.paths.unit_errors(STAGE, unit(3).id)
+    for value in ("first", "second"):
+        commit_errors(target, unit(3), records(value))
+        assert decode_unit(run.store.read(name))["error"].to_pylist() == [value]
+    commit(target, 3, 1)
+    commit_errors(target, unit(3), records("late"))
+    assert decode_unit(run.store.read(name))["error"].to_pylist() == ["second"]
+
+
+def test_a_zombie_writes_no_error_records(run, target):
+    """The lease is checked before."""
+    run.store.create(run.paths.lease(run.lease.epoch + 1), b"{}")
+    with pytest.raises(FencedError):
+        commit_errors(target, unit(3), records("a"))
+    assert not run.store.exists(run.paths.unit_errors(STAGE, unit(3).id))
+
+
+class LaterFence:
+    """The same fence with a later epoch, as the next driver's workers have it."""
+
+    def __init__(self, fence):
+        self.epoch = fence.epoch + 1
+        self.check = fence.check

@@ -10,6 +10,8 @@ from tpupipe.stages.result import StageResult
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store
 
+_COUNTED = ("rows_in", "rows_bad", "rows_truncated", "values_fed", "values_real")
+
 
 def finished(stage: Stage, store: Store, paths: RunPaths) -> StageResult | None:
     """The result of a complete stage, or ``None`` if there is work to do.
@@ -40,13 +42,18 @@ def read_manifest(store: Store, paths: RunPaths, stage: str) -> Manifest | None:
 def units_done(manifest: Manifest, uri: str, resumed_from: int | None, seconds: Seconds) -> StageResult:
     """The result of a stage whose work is units."""
     total = len(manifest.units)
+    counted = {name: int(manifest.fingerprints.get(name, 0)) for name in _COUNTED}
+    fed = counted["values_fed"]
     return StageResult(
         status="done",
         done=total,
         total=total,
         resumed_from=resumed_from or None,
-        rows_in=int(manifest.fingerprints.get("rows_in", 0)),
+        rows_in=counted["rows_in"],
         rows_out=manifest.rows,
+        rows_quarantined=counted["rows_bad"],
+        rows_truncated=counted["rows_truncated"],
+        metrics={"padding_share": round(1 - counted["values_real"] / fed, 4)} if fed else {},
         uri=uri,
         seconds=seconds.rounded(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tpupipe.data.chunks import (
@@ -19,6 +19,7 @@ from tpupipe.data.chunks import (
 )
 from tpupipe.data.sample import sample_units
 from tpupipe.data.sources import Source, Unit, fingerprint_units
+from tpupipe.data.unit_writer import UnitWriter
 from tpupipe.errors import DataError, ObjectExistsError, RunChangedError, StageError
 from tpupipe.faults.points import point
 from tpupipe.stages.base import StageRun
@@ -93,25 +94,38 @@ def split_pending(run: StageRun, stage: str, units: Sequence[Unit]) -> tuple[lis
 
 
 def commit_unit(target: UnitTarget, unit: Unit, index: int, table: pa.Table, *, rows_in: int) -> Committed:
+    """Creates the unit's one object out of its rows. See :func:`commit_written`."""
+    writer = UnitWriter(unit.id, target.chunk_rows)
+    writer.append(table)
+    return commit_written(target, unit, index, writer, UnitFooter(unit.id, rows_in=rows_in))
+
+
+def commit_written(target: UnitTarget, unit: Unit, index: int, writer: UnitWriter, counts: UnitFooter) -> Committed:
     """Creates the unit's one object: that is its commit.
 
     If it exists already (another try of the same task was faster), that one counts, provided it was made from the
     same input.
 
+    Args:
+        target: Where it goes.
+        unit: The unit.
+        index: Its position in the stage.
+        writer: Its rows.
+        counts: What was counted; fingerprints and the like are filled in here.
+
     Raises:
         FencedError: Another driver owns the run.
         StageError: The existing object was made from something else.
     """
-    footer = UnitFooter(
-        unit=unit.id,
-        rows_in=rows_in,
+    footer = replace(
+        counts,
         input_fingerprint=unit.fingerprint,
         params_fingerprint=target.params_fingerprint,
         code_fingerprint=target.code_fingerprint,
         lease_epoch=target.fence.epoch,
         sample=target.sample,
     )
-    data = encode_unit(table, chunk_rows=target.chunk_rows, footer=footer)
+    data = writer.finish(footer)
     target.fence.check()
     point("unit.before_commit", index=index, unit=unit.id)
     name = target.paths.unit(target.stage, unit.id)
@@ -123,6 +137,34 @@ def commit_unit(target: UnitTarget, unit: Unit, index: int, table: pa.Table, *, 
         return committed
     point("unit.after_commit", index=index, unit=unit.id)
     return Committed(decode_footer(data), decode_schema(data), info.size, info.crc32c)
+
+
+def commit_errors(target: UnitTarget, unit: Unit, table: pa.Table) -> None:
+    """Creates the object with a unit's error records, before the unit's own: nothing is lost if this process dies between.
+
+    The same records give the same bytes under any lease. If an earlier try, which did not get to commit the unit, left
+    others, they are replaced.
+
+    Raises:
+        FencedError: Another driver owns the run.
+    """
+    footer = UnitFooter(
+        unit.id,
+        rows_bad=table.num_rows,
+        input_fingerprint=unit.fingerprint,
+        params_fingerprint=target.params_fingerprint,
+        code_fingerprint=target.code_fingerprint,
+        sample=target.sample,
+    )
+    data = encode_unit(table, chunk_rows=target.chunk_rows, footer=footer)
+    target.fence.check()
+    name = target.paths.unit_errors(target.stage, unit.id)
+    try:
+        target.store.create(name, data)
+    except ObjectExistsError:
+        committed = target.store.exists(target.paths.unit(target.stage, unit.id))
+        if not committed and target.store.read(name) != data:
+            target.store.put(name, data)
 
 
 def read_committed(store: Store, info: ObjectInfo) -> Committed:
