@@ -14,6 +14,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tpupipe.cluster.reservation import Host
+from tpupipe.data.bucket_lengths import spread
+from tpupipe.data.buckets import AutoBuckets, Buckets
 from tpupipe.data.chunks import ManifestUnit
 from tpupipe.data.sources import Unit
 from tpupipe.errors import StageError, TpupipeError
@@ -22,8 +24,9 @@ from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, failure_of, tell_fault, told_errors
 from tpupipe.stages.failures import Budget, Failure, Kind
 from tpupipe.stages.finished import read_manifest, units_done
+from tpupipe.stages.infer_buckets import resolve_buckets
 from tpupipe.stages.infer_params import find_params
-from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone
+from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, sample_unit
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S
 from tpupipe.stages.units import (
@@ -81,9 +84,12 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         params,
         run.coordinator,
         run.faults,
+        None if isinstance(stage.buckets, AutoBuckets) else stage.buckets,
         run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
     began = time.monotonic()
+    if pending and isinstance(stage.buckets, AutoBuckets):
+        plan = replace(plan, buckets=_chosen(plan, stage.buckets, run, pending))
     done = _Pool(stage, run, plan, units, seconds).work(pending) if pending else []
     committed = [*reused, *(d.committed for d in done)]
     rows_in = sum(c.footer.rows_in for c in committed)
@@ -93,6 +99,25 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     seconds.add("working", time.monotonic() - began - sum(seconds.rounded().values()))
     result = units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
     return replace(result, metrics=_padding(done), checkpoint=params.uri)
+
+
+def _chosen(plan: InferPlan, auto: AutoBuckets, run: StageRun, pending: Sequence[Unit]) -> Buckets:
+    """The recorded lengths, or those that fit the rows of some of the pending units best."""
+
+    def sample() -> list[dict[int, int]]:
+        task = ray.remote(sample_unit).options(num_cpus=1)
+        tasks = [task.remote(plan, unit, auto) for unit in spread(pending, auto.sample_units)]
+        try:
+            found: list[dict[int, int]] = ray.get(tasks, timeout=START_TIMEOUT_S + plan.stall_timeout_s)
+        except RayError as error:
+            raise failure_of(error, told_errors(run.absorb(plan.stage.name)), plan.stage.name) from error
+        return found
+
+    buckets = resolve_buckets(run.store, run.paths, plan.stage.name, auto, sample)
+    run.log.emit(
+        "stage", f"{plan.stage.name}: buckets of {', '.join(map(str, buckets.lengths))}", stage=plan.stage.name
+    )
+    return buckets
 
 
 def _padding(done: Sequence[UnitDone]) -> Mapping[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tpupipe.data.buckets import PackedBatch, PaddedBatch, pad, plan_batches, row_lengths
+from tpupipe.data.buckets import AutoBuckets, Buckets, PackedBatch, PaddedBatch, pad, plan_batches, row_lengths
 from tpupipe.data.chunks import decode_unit
 from tpupipe.data.columns import to_numpy, to_table
 from tpupipe.data.read import read_unit
@@ -19,6 +19,7 @@ from tpupipe.job import Infer
 from tpupipe.ledger.events import event
 from tpupipe.stages.base import arm_worker, reported, user_code
 from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stages.infer_buckets import length_histogram
 from tpupipe.stages.infer_params import ParamsSource
 from tpupipe.stages.sharding import make_mesh, named_sharding
 from tpupipe.stages.stall import Watchdog
@@ -40,6 +41,7 @@ class InferPlan:
         params: Where the parameters are.
         coordinator: Where to report.
         faults: Faults to inject.
+        buckets: Those of the stage, their lengths chosen.
         stall_timeout_s: Seconds after which a unit that does not end is a failure.
     """
 
@@ -51,6 +53,7 @@ class InferPlan:
     params: ParamsSource
     coordinator: CoordinatorHandle
     faults: tuple[Fault, ...]
+    buckets: Buckets | None
     stall_timeout_s: float
 
 
@@ -101,13 +104,10 @@ class InferWorker:
 
     def _run(self, unit: Unit, index: int) -> UnitDone:
         stage = self._plan.stage
-        table = self._read(unit)
+        table = _read(self._plan, unit)
         rows_in = table.num_rows
         point("unit.read", index=index, unit=unit.id)
-        columns = to_numpy(table)
-        if (mapping := stage.map) is not None:
-            with user_code("map", stage.name, unit=unit.id):
-                columns = dict(mapping(columns))
+        columns = _mapped(stage, unit, table)
         missing = [name for name in stage.keep if name not in columns]
         if missing:
             raise DataError(
@@ -125,12 +125,6 @@ class InferWorker:
         point("unit.mapped", index=index, unit=unit.id)
         committed = commit_unit(self._plan.target, unit, index, to_table(result), rows_in=rows_in)
         return UnitDone(committed, padded, real, len(self._compiled))
-
-    def _read(self, unit: Unit) -> Any:
-        plan = self._plan
-        if plan.source is not None:
-            return read_unit(plan.source, unit, storage_options=plan.input_options)
-        return decode_unit(plan.target.store.read(plan.target.paths.unit(plan.data_stage, unit.id)))
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -150,7 +144,7 @@ class InferWorker:
                 outputs = self._apply(padded)
             collected.append((batch, self._cut(outputs, padded, len(batch.rows))))
             padded_values += batch.batch_rows * batch.bucket_length
-            real_values += int(padded.lengths.sum()) if self._plan.stage.buckets else len(batch.rows)
+            real_values += int(padded.lengths.sum()) if self._plan.buckets else len(batch.rows)
         if not collected:  # a unit without rows keeps the schema
             collected.append(self._no_rows(numeric))
         return _in_order(collected, total), padded_values, real_values
@@ -158,11 +152,11 @@ class InferWorker:
     def _batches(self, columns: Mapping[str, Any], total: int) -> Any:
         import numpy as np
 
-        stage, devices = self._plan.stage, self._mesh.size
-        if stage.buckets is not None:
-            lengths = row_lengths(columns, stage.buckets)
-            for batch in plan_batches(lengths, stage.buckets, default_rows=stage.batch_rows, row_multiple=devices):
-                yield batch, pad(columns, batch, stage.buckets)
+        stage, buckets, devices = self._plan.stage, self._plan.buckets, self._mesh.size
+        if buckets is not None:
+            lengths = row_lengths(columns, buckets)
+            for batch in plan_batches(lengths, buckets, default_rows=stage.batch_rows, row_multiple=devices):
+                yield batch, pad(columns, batch, buckets)
             return
         ragged = [name for name, values in columns.items() if values.dtype == object]
         if ragged:
@@ -183,7 +177,7 @@ class InferWorker:
         import numpy as np
 
         feed = {name: _canonical(values) for name, values in padded.columns.items()}
-        if self._plan.stage.buckets is not None:
+        if self._plan.buckets is not None:
             feed[LENGTHS] = padded.lengths
         feed[MASK] = padded.mask
         placed = {name: jax.device_put(values, self._rows) for name, values in feed.items()}
@@ -224,8 +218,8 @@ class InferWorker:
         import jax
         import numpy as np
 
-        stage = self._plan.stage
-        length = stage.buckets.lengths[0] if stage.buckets else 1
+        stage, buckets = self._plan.stage, self._plan.buckets
+        length = buckets.lengths[0] if buckets else 1
         size = self._mesh.size
         feed = {
             name: jax.ShapeDtypeStruct((size, length), np.int32)
@@ -233,7 +227,7 @@ class InferWorker:
             else jax.ShapeDtypeStruct((size, *values.shape[1:]), _canonical(values).dtype)
             for name, values in columns.items()
         }
-        if stage.buckets:
+        if buckets:
             feed[LENGTHS] = jax.ShapeDtypeStruct((size,), np.int32)
         feed[MASK] = jax.ShapeDtypeStruct((size,), bool)
         shapes = jax.eval_shape(stage.apply, self._params, feed)
@@ -241,6 +235,27 @@ class InferWorker:
         return PackedBatch(length, empty, size), {
             name: np.empty((0, *shape.shape[1:]), shape.dtype) for name, shape in shapes.items()
         }
+
+
+def sample_unit(plan: InferPlan, unit: Unit, auto: AutoBuckets) -> dict[int, int]:
+    """A task: how many of a unit's rows have which length."""
+    with reported(plan.coordinator, unit=unit.id):
+        columns = _mapped(plan.stage, unit, _read(plan, unit))
+        return length_histogram({name: values for name, values in columns.items() if _is_numeric(values)}, auto)
+
+
+def _read(plan: InferPlan, unit: Unit) -> Any:
+    if plan.source is not None:
+        return read_unit(plan.source, unit, storage_options=plan.input_options)
+    return decode_unit(plan.target.store.read(plan.target.paths.unit(plan.data_stage, unit.id)))
+
+
+def _mapped(stage: Infer, unit: Unit, table: Any) -> dict[str, Any]:
+    columns = to_numpy(table)
+    if stage.map is None:
+        return columns
+    with user_code("map", stage.name, unit=unit.id):
+        return dict(stage.map(columns))
 
 
 def _in_order(collected: list[tuple[Any, dict[str, Any]]], total: int) -> dict[str, Any]:
