@@ -49,7 +49,7 @@ class Params(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_buckets: int = Field(default=8, ge=1, le=64)
-    batch_tokens: int = Field(default=4096, ge=MAX_TOKENS)
+    batch_tokens: int = Field(default=2048, ge=MAX_TOKENS)
     min_chars: int = Field(default=8, ge=1)
 
 
@@ -282,7 +282,7 @@ def build(params: Params) -> tpupipe.Job:
             Infer(
                 "embedded",
                 # As bytes: a file says its own encoding, and is never cut into several rows.
-                data=Files(stdlib_files(), unit_bytes=400_000, mode="binary"),
+                data=Files(stdlib_files(), unit_bytes=1_000_000, mode="binary"),
                 map=Rows(params.min_chars),
                 params=Pretrained(model_files() / "model.safetensors", load),
                 apply=embed,
