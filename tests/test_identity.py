@@ -131,6 +131,7 @@ def test_where_a_run_executes_is_no_part_of_it(job, changes):
         ("lm", {"seed": 1}),
         ("lm", {"shuffle": False}),
         ("score", {"buckets": Buckets(lengths=(8, 32))}),
+        ("score", {"buckets": Buckets.auto(max=4)}),
         ("score", {"buckets": None}),
         ("score", {"keep": ("text",)}),
         ("score", {"ragged_outputs": ("nll",)}),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from tpupipe.checkpoint.policy import Every, OnPreemption, Policy, SavePolicy
-from tpupipe.data.buckets import Buckets
+from tpupipe.data.buckets import AutoBuckets, Buckets
 from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sources import Source
 from tpupipe.errors import JobError
@@ -206,8 +206,8 @@ class Infer:
             leading dimension B; rows come back in input order.
         map: ``map(batch) -> batch`` over rows of one unit (a large unit comes in several batches) before the model.
             May change the number of rows only if it returns the columns needed to tell them apart.
-        buckets: Declared static lengths for the ragged column; without it every column must
-            be rectangular.
+        buckets: Declared static lengths for the ragged column, or ``Buckets.auto(...)`` to have them chosen from
+            the data; without it every column must be rectangular.
         batch_rows: Rows per compiled batch where ``buckets`` does not say.
         keep: Columns of the mapped rows copied to the output beside the model's.
         ragged_outputs: Outputs ``[B, L, ...]`` with a value per padded position: each row keeps its own length of
@@ -226,7 +226,7 @@ class Infer:
     params: str | Pretrained
     apply: Callable[[Any, Batch], Mapping[str, Any]]
     map: Callable[[Batch], Batch] | None = None
-    buckets: Buckets | None = None
+    buckets: Buckets | AutoBuckets | None = None
     batch_rows: int = 64
     keep: tuple[str, ...] = ()
     ragged_outputs: tuple[str, ...] = ()
@@ -252,8 +252,10 @@ class Infer:
             _check_callable(self.name, "init", self.init, 1)
         _check_names(self.name, "keep", self.keep)
         _check_names(self.name, "ragged_outputs", self.ragged_outputs)
-        if self.buckets is not None and not isinstance(self.buckets, Buckets):
-            raise JobError(f"stage {self.name!r}: buckets={self.buckets!r} must be Buckets(lengths=(...)).")
+        if self.buckets is not None and not isinstance(self.buckets, (Buckets, AutoBuckets)):
+            raise JobError(
+                f"stage {self.name!r}: buckets={self.buckets!r} must be Buckets(lengths=(...)) or Buckets.auto(...)."
+            )
         if self.ragged_outputs and self.buckets is None:
             raise JobError(f"stage {self.name!r}: ragged_outputs needs buckets: without them rows have no length.")
         _check_positive(self.name, batch_rows=self.batch_rows)

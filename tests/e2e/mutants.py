@@ -78,18 +78,18 @@ def _leave_out_a_batch() -> None:
 def _lose_a_row() -> None:
     from tpupipe.stages import infer_worker
 
-    windows, to_table = infer_worker.InferWorker._windows, infer_worker.to_table
+    windows, to_table = infer_worker.unit_windows, infer_worker.to_table
     begun: dict[str, int] = {}
 
-    def counted(self: Any, unit: Any) -> Any:
-        begun[unit.id] = self._plan.coordinator.count(f"mutant/{unit.id}")
-        return windows(self, unit)
+    def counted(plan: Any, unit: Any) -> Any:
+        begun[unit.id] = plan.coordinator.count(f"mutant/{unit.id}")
+        return windows(plan, unit)
 
     def without_the_first(columns: Any) -> Any:
         table = to_table(columns)
         return table.slice(1) if begun[columns["unit"][0]] > 1 else table
 
-    infer_worker.InferWorker._windows = counted  # type: ignore[method-assign]
+    infer_worker.unit_windows = counted  # type: ignore[assignment]
     infer_worker.to_table = without_the_first  # type: ignore[attr-defined]
 
 

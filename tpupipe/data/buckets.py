@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tpupipe.data.ragged import Ragged
 from tpupipe.errors import DataError, JobError
@@ -16,6 +16,8 @@ from tpupipe.errors import DataError, JobError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+TooLong: TypeAlias = Literal["error", "truncate", "quarantine"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Buckets:
     batch_rows: int | None = None
     batch_tokens: int | None = None
     column: str | None = None
-    too_long: Literal["error", "truncate", "quarantine"] = "error"
+    too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
         lengths: object = self.lengths
@@ -62,6 +64,21 @@ class Buckets:
                 f'Buckets(too_long={self.too_long!r}) is not known; allowed: "error", "truncate", "quarantine".'
             )
 
+    @staticmethod
+    def auto(
+        max: int = 8,  # noqa: A002 - Buckets.auto(max=8) reads as what it is
+        *,
+        longest: int | None = None,
+        multiple: int = 8,
+        sample_units: int = 8,
+        batch_rows: int | None = None,
+        batch_tokens: int | None = None,
+        column: str | None = None,
+        too_long: TooLong = "error",
+    ) -> AutoBuckets:
+        """Lengths chosen from the data when the stage first runs; see :class:`AutoBuckets`."""
+        return AutoBuckets(max, longest, multiple, sample_units, batch_rows, batch_tokens, column, too_long)
+
     def rows_for(self, length: int, *, default: int = 64, multiple: int = 1) -> int:
         """Rows of a batch of bucket ``length``.
 
@@ -78,6 +95,54 @@ class Buckets:
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise JobError(f"Buckets({name}={value!r}) must be whole numbers of at least 1.")
+
+
+@dataclass(frozen=True)
+class AutoBuckets:
+    """Buckets whose lengths are chosen from a sample of the rows; made by ``Buckets.auto``.
+
+    The lengths are those that pad the sampled rows to the fewest tokens. They are recorded in the run when the stage
+    first has something to do, and are the same from then on.
+
+    Args:
+        max: At most so many lengths.
+        longest: The longest bucket, whatever the sample holds: the most that the model takes. Without it that is the
+            longest sampled row, so a longer one may still come, and ``too_long`` decides about it.
+        multiple: Lengths are multiples of this (``longest`` stays as it is).
+        sample_units: Units whose rows are sampled, spread evenly over the pending ones. They are read and mapped
+            once more for it.
+        batch_rows: As for :class:`Buckets`.
+        batch_tokens: As for :class:`Buckets`.
+        column: As for :class:`Buckets`.
+        too_long: As for :class:`Buckets`.
+
+    Raises:
+        JobError: An argument is not valid.
+    """
+
+    max: int = 8
+    longest: int | None = None
+    multiple: int = 8
+    sample_units: int = 8
+    batch_rows: int | None = None
+    batch_tokens: int | None = None
+    column: str | None = None
+    too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("max", "multiple", "sample_units"):
+            _check_positive(name, getattr(self, name))
+        if self.longest is not None:
+            _check_positive("longest", self.longest)
+        self.with_lengths((self.longest or 1,))
+
+    def with_lengths(self, lengths: Sequence[int]) -> Buckets:
+        """The buckets with their lengths chosen.
+
+        Raises:
+            JobError: ``batch_tokens`` holds no row of the longest.
+        """
+        return Buckets(tuple(lengths), self.batch_rows, self.batch_tokens, self.column, self.too_long)
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import ray
+from ray.exceptions import RayError
+
+from tpupipe.data.bucket_lengths import spread
+from tpupipe.data.buckets import AutoBuckets, Buckets
 from tpupipe.data.chunks import Manifest, ManifestUnit
 from tpupipe.data.sources import Part, Unit
-from tpupipe.errors import StageError
+from tpupipe.errors import StageError, TpupipeError
 from tpupipe.job import Infer
 from tpupipe.ledger.events import Seconds
-from tpupipe.stages.base import StageRun
+from tpupipe.stages.base import StageRun, failure_of, told_errors
+from tpupipe.stages.failures import Budget
 from tpupipe.stages.finished import read_manifest, units_done
+from tpupipe.stages.infer_buckets import buckets_of, resolve_buckets
 from tpupipe.stages.infer_params import find_params
 from tpupipe.stages.infer_pool import InferPool, too_many_bad_rows
-from tpupipe.stages.infer_worker import InferPlan, UnitDone
+from tpupipe.stages.infer_worker import InferPlan, UnitDone, sample_unit
 from tpupipe.stages.result import StageResult
+from tpupipe.stages.retry import answered
 from tpupipe.stages.stall import STALL_TIMEOUT_S
-from tpupipe.stages.unit_failures import UnitFailures
+from tpupipe.stages.unit_failures import UnitFailures, is_the_units_own
 from tpupipe.stages.units import (
     Committed,
     UnitTarget,
@@ -30,6 +38,7 @@ from tpupipe.stages.units import (
 )
 
 CHUNK_ROWS = 4096
+SAMPLE_TIMEOUT_S = 300.0  # beyond the stage's own bound for a unit
 
 
 def run_infer(stage: Infer, run: StageRun) -> StageResult:
@@ -79,6 +88,9 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     if (error := too_many_bad_rows(stage, run.store.uri(run.paths.errors(stage.name)), rows_bad)) is not None:
         raise error
     began = time.monotonic()
+    if pending and isinstance(stage.buckets, AutoBuckets):
+        stage = replace(stage, buckets=_chosen(plan, stage.buckets, run, pending))
+        plan = replace(plan, stage=stage)
     failures = UnitFailures(stage.name, run.config.budgets.unit_failures, len(pending), succeeded=bool(reused))
     pool = InferPool(stage, run, plan, units=units, failures=failures, bad_rows=rows_bad, seconds=seconds)
     done = pool.work(pending) if pending else []
@@ -92,6 +104,31 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     return replace(result, metrics={**result.metrics, **_shapes(stage, done)}, checkpoint=params.uri)
 
 
+def _chosen(plan: InferPlan, auto: AutoBuckets, run: StageRun, pending: Sequence[Unit]) -> Buckets:
+    """The recorded lengths, or those that fit the rows of some of the pending units best."""
+    name = plan.stage.name
+
+    def sample() -> list[dict[int, int]]:
+        task = ray.remote(sample_unit).options(num_cpus=1)
+        tasks = [task.remote(plan, unit, auto) for unit in spread(pending, auto.sample_units)]
+        try:
+            answers: list[dict[int, int] | TpupipeError] = ray.get(
+                tasks, timeout=SAMPLE_TIMEOUT_S + plan.stall_timeout_s
+            )
+        except RayError as error:
+            told = [e for e in told_errors(run.absorb(name)) if not is_the_units_own(e)]
+            raise failure_of(error, told, name) from error
+        errors = [answer for answer in answers if isinstance(answer, TpupipeError)]
+        if len(errors) == len(answers):
+            raise errors[0]
+        return [answer for answer in answers if not isinstance(answer, TpupipeError)]
+
+    budget = Budget(run.config.budgets, name, run.store.uri(run.paths.events))
+    buckets = answered(run, budget, lambda: resolve_buckets(run.store, run.paths, name, auto, sample))
+    run.log.emit("stage", f"{name}: buckets of {', '.join(map(str, buckets.lengths))}", stage=name)
+    return buckets
+
+
 def _counts(committed: Sequence[Committed]) -> dict[str, str]:
     """What the footers count, summed up, as the manifest keeps it."""
     names = ("rows_in", "rows_bad", "rows_truncated", "values_fed", "values_real")
@@ -101,8 +138,9 @@ def _counts(committed: Sequence[Committed]) -> dict[str, str]:
 def _shapes(stage: Infer, done: Sequence[UnitDone]) -> Mapping[str, float]:
     if not done:
         return {}
-    buckets = 1 if stage.buckets is None else len(stage.buckets.lengths)
-    return {"compilations": float(max(d.compilations for d in done)), "buckets": float(buckets)}
+    buckets = buckets_of(stage)
+    declared = 1 if buckets is None else len(buckets.lengths)
+    return {"compilations": float(max(d.compilations for d in done)), "buckets": float(declared)}
 
 
 def _units(stage: Infer, run: StageRun) -> list[Unit]:

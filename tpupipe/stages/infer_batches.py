@@ -13,6 +13,7 @@ from tpupipe.data.buckets import PackedBatch, plan_batches
 from tpupipe.data.ragged import Ragged
 from tpupipe.errors import DataError
 from tpupipe.job import Infer
+from tpupipe.stages.infer_buckets import buckets_of
 from tpupipe.stages.infer_rows import Columns, MappedWindow
 
 MASK, LENGTHS = "mask", "lengths"
@@ -106,9 +107,9 @@ def ready_window(stage: Infer, unit: str, window: MappedWindow, devices: int, kn
 
 def plan_window(stage: Infer, window: MappedWindow, devices: int) -> list[PackedBatch]:
     """Which rows of a window go together; every row once."""
-    if stage.buckets is not None:
+    if (buckets := buckets_of(stage)) is not None:
         assert window.lengths is not None  # noqa: S101 - they are there with buckets
-        return plan_batches(window.lengths, stage.buckets, default_rows=stage.batch_rows, row_multiple=devices)
+        return plan_batches(window.lengths, buckets, default_rows=stage.batch_rows, row_multiple=devices)
     ((size, _),) = shapes_of(stage, devices)
     total = len(window.rows)
     return [PackedBatch(1, np.arange(at, min(at + size, total)), size) for at in range(0, total, size)]
@@ -116,10 +117,10 @@ def plan_window(stage: Infer, window: MappedWindow, devices: int) -> list[Packed
 
 def shapes_of(stage: Infer, devices: int) -> list[tuple[int, int]]:
     """(rows, length) of every batch that a stage may have: one per bucket."""
-    if stage.buckets is None:
+    if (buckets := buckets_of(stage)) is None:
         return [(-(-stage.batch_rows // devices) * devices, 1)]
-    rows = (stage.buckets.rows_for(n, default=stage.batch_rows, multiple=devices) for n in stage.buckets.lengths)
-    return list(zip(rows, stage.buckets.lengths, strict=True))
+    rows = (buckets.rows_for(n, default=stage.batch_rows, multiple=devices) for n in buckets.lengths)
+    return list(zip(rows, buckets.lengths, strict=True))
 
 
 def feed_of(stage: Infer, ready: ReadyWindow, batch: PackedBatch) -> tuple[Columns, NDArray[np.int32]]:

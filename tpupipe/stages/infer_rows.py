@@ -16,6 +16,7 @@ from tpupipe.data.columns import as_array, to_numpy
 from tpupipe.data.windows import Window
 from tpupipe.errors import BadRowError, DataError, TpupipeError, UserCodeError
 from tpupipe.job import Infer, Quarantine
+from tpupipe.stages.infer_buckets import buckets_of
 
 Columns = dict[str, NDArray[Any]]
 
@@ -133,13 +134,13 @@ class UnitMapper:
         rows = np.arange(self._mapped, self._mapped + mapped)
         self._mapped += mapped
         lengths, truncated = None, 0
-        if stage.buckets is not None:
-            lengths = row_lengths(fed, stage.buckets) if mapped else np.empty(0, np.int64)
-            long = np.flatnonzero(lengths > stage.buckets.lengths[-1])
-            if stage.buckets.too_long == "truncate":
+        if (buckets := buckets_of(stage)) is not None:
+            lengths = row_lengths(fed, buckets) if mapped else np.empty(0, np.int64)
+            long = np.flatnonzero(lengths > buckets.lengths[-1])
+            if buckets.too_long == "truncate":
                 truncated = len(long)
             elif len(long):
-                self._set_aside_long(window, stage.buckets, [(sources[i], rows[i], lengths[i]) for i in long])
+                self._set_aside_long(window, buckets, [(sources[i], rows[i], lengths[i]) for i in long])
                 good = np.setdiff1d(np.arange(mapped), long)
                 fed = {name: values[good] for name, values in fed.items()}
                 kept = {name: values[good] for name, values in kept.items()}

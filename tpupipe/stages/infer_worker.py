@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from tpupipe.data.buckets import AutoBuckets, Buckets
 from tpupipe.data.columns import to_table
 from tpupipe.data.sources import Source, Unit
 from tpupipe.data.unit_writer import UnitFooter, UnitWriter
@@ -23,15 +25,18 @@ from tpupipe.stages.base import arm_worker, last_lines, reported
 from tpupipe.stages.compiled import use_compile_cache
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.infer_batches import ReadyWindow, ready_window
+from tpupipe.stages.infer_buckets import length_histogram
 from tpupipe.stages.infer_engine import Computed, InferEngine
 from tpupipe.stages.infer_params import ParamsSource
 from tpupipe.stages.infer_pipeline import Pipeline
 from tpupipe.stages.infer_rows import BadRow, Columns, UnitMapper, errors_table
 from tpupipe.stages.sharding import make_mesh, named_sharding
 from tpupipe.stages.stall import Watchdog
+from tpupipe.stages.unit_failures import is_the_units_own
 from tpupipe.stages.units import Committed, UnitTarget, commit_errors, commit_written
 
 UNIT, ROW = "unit", "row"
+MOST_VALUES = 2**31 - 1  # of a row: more than a ragged column holds of a unit
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class InferPlan:
     """All that an inference worker needs. Sent to every worker.
 
     Args:
-        stage: The declaration, overrides applied.
+        stage: The declaration, overrides applied and bucket lengths chosen.
         target: Where units go.
         source: The inputs; ``None`` where units are committed units of an earlier stage.
         data_stage: That earlier stage.
@@ -159,22 +164,39 @@ class InferWorker:
     def _read(self, job: _UnitJob) -> Iterator[ReadyWindow]:
         stage, engine = self._plan.stage, self._engine
         mapper = UnitMapper(stage, job.unit.id, self._template)
-        for window in self._windows(job.unit):
+        for window in unit_windows(self._plan, job.unit):
             mapped = mapper.map(window)
             job.bad = mapper.bad
             yield ready_window(stage, job.unit.id, mapped, engine.devices, engine.spec)
         self._template = mapper.template
         point("unit.read", index=job.index, unit=job.unit.id)
 
-    def _windows(self, unit: Unit) -> Iterator[Window]:
-        plan = self._plan
-        if plan.source is not None:
-            return read_windows(plan.source, unit, storage_options=plan.input_options)
-        name = plan.target.paths.unit(plan.data_stage, unit.id)
-        return committed_windows(plan.target.store, name, unit.id, total_bytes=unit.size_bytes)
-
     def _sink(self, job: _UnitJob) -> _UnitSink:
         return _UnitSink(self._plan, job, self._engine)
+
+
+def unit_windows(plan: InferPlan, unit: Unit) -> Iterator[Window]:
+    """The rows of a unit."""
+    if plan.source is not None:
+        return read_windows(plan.source, unit, storage_options=plan.input_options)
+    name = plan.target.paths.unit(plan.data_stage, unit.id)
+    return committed_windows(plan.target.store, name, unit.id, total_bytes=unit.size_bytes)
+
+
+def sample_unit(plan: InferPlan, unit: Unit, auto: AutoBuckets) -> dict[int, int] | TpupipeError:
+    """A task: how many of a unit's rows have which length; or why they cannot be mapped."""
+    any_length = Buckets((MOST_VALUES,), column=auto.column, too_long="truncate")
+    with reported(plan.coordinator, unit=unit.id):
+        mapper = UnitMapper(replace(plan.stage, buckets=any_length), unit.id)
+        rows_of: Counter[int] = Counter()
+        try:
+            for window in unit_windows(plan, unit):
+                rows_of.update(length_histogram(mapper.map(window).fed, auto))
+        except TpupipeError as error:
+            if not is_the_units_own(error):
+                raise
+            return error
+    return dict(rows_of)
 
 
 class _Beaten:

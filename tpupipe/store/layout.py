@@ -138,6 +138,10 @@ class RunPaths:
         """The object that is the commit of one unit."""
         return f"{self.units(stage)}/{_check_unit(unit)}.parquet"
 
+    def buckets(self, stage: str, declared: str) -> str:
+        """The bucket lengths chosen from the data for one declaration of ``Buckets.auto``, named by its hash."""
+        return f"{self.stage(stage)}/buckets/{check_name('declaration', declared)}.json"
+
     def errors(self, stage: str) -> str:
         """Folder of a stage's error records."""
         return f"{self.stage(stage)}/errors"
