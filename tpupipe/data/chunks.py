@@ -45,7 +45,7 @@ _LOAD_THREADS = 8
 # -- units ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class UnitFooter:
     """What a unit's object says about itself.
 
@@ -211,7 +211,7 @@ def object_file(store: Store, name: str, size_bytes: int) -> io.RawIOBase:
 # -- manifest -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ManifestUnit:
     """One committed unit of a complete stage.
 

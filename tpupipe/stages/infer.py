@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from tpupipe.errors import JobError, NoIntactCheckpointError, StageError, Tpupip
 from tpupipe.job import Infer, Train, default_params
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, failure_of, tell_fault, told_errors
+from tpupipe.stages.committed import Compaction, resume_units
 from tpupipe.stages.failures import Budget, Failure, Kind
 from tpupipe.stages.finished import read_manifest, units_done
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, ParamsSource, UnitDone
@@ -29,10 +31,7 @@ from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S
 from tpupipe.stages.units import (
     UnitTarget,
-    check_reused,
     planned_units,
-    read_all_committed,
-    split_pending,
     write_manifest,
 )
 from tpupipe.store.layout import RunPaths, parse_checkpoint
@@ -58,10 +57,8 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     seconds = Seconds()
     units = _units(stage, run)
     params = find_params(stage, run)
-    pending, present = split_pending(run, stage.name, units)
-    reused = read_all_committed(run.store, present.values())
     fingerprint = params.commit.fingerprint
-    check_reused(stage.name, units, reused, fingerprint)
+    pending, reused = resume_units(run, stage.name, units, fingerprint)
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do"
@@ -87,9 +84,10 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
     began = time.monotonic()
-    done = _Pool(stage, run, plan, units, seconds).work(pending) if pending else []
-    committed = [*reused, *(d.committed for d in done)]
-    rows_in = sum(c.footer.rows_in for c in committed)
+    with Compaction(run, stage.name, reused) as compaction:
+        done = _Pool(stage, run, plan, units, seconds).work(pending, compaction) if pending else []
+    committed = itertools.chain(reused, (d.committed for d in done))
+    rows_in = reused.total("rows_in") + sum(d.committed.footer.rows_in for d in done)
     manifest = write_manifest(
         run, stage.name, units, committed, {"code": run.code, "params": fingerprint, "rows_in": str(rows_in)}
     )
@@ -108,7 +106,7 @@ def _padding(done: Sequence[UnitDone]) -> Mapping[str, float]:
     }
 
 
-def _units(stage: Infer, run: StageRun) -> list[Unit]:
+def _units(stage: Infer, run: StageRun) -> Sequence[Unit]:
     if not isinstance(stage.data, str):
         return planned_units(run, stage.data)
     manifest = read_manifest(run.store, run.paths, stage.data)
@@ -206,15 +204,18 @@ class _Pool:
         self._stage = stage
         self._run = run
         self._plan = plan
-        self._positions = {unit.id: index for index, unit in enumerate(units)}
+        self._units = units
+        self._positions: Mapping[str, int] = {}
         self._seconds = seconds
         self._budget = Budget(run.config.budgets, stage.name)
         self._workers: list[_Worker] = []
         self._errors: list[TpupipeError] = []
 
-    def work(self, pending: Sequence[Unit]) -> list[UnitDone]:
+    def work(self, pending: Sequence[Unit], compaction: Compaction) -> list[UnitDone]:
         """Does all units. Ends the workers on every way out."""
         queue = deque(pending)
+        wanted = {unit.id for unit in pending}
+        self._positions = {unit.id: index for index, unit in enumerate(self._units) if unit.id in wanted}
         done: list[UnitDone] = []
         told = time.monotonic()
         try:
@@ -222,7 +223,10 @@ class _Pool:
             while queue or any(worker.given for worker in self._workers):
                 self._run.stop.check()
                 self._hand_out(queue)
+                noted = len(done)
                 self._collect(queue, done)
+                for each in done[noted:]:
+                    compaction.add(each.committed)
                 self._book()
                 if time.monotonic() - told > TELL_EVERY_S:
                     told = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import pickle
@@ -26,6 +27,7 @@ from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
 from tpupipe.ledger.events import Seconds, event
 from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors, user_code
+from tpupipe.stages.committed import Compaction, resume_units
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import units_done
 from tpupipe.stages.result import StageResult
@@ -33,11 +35,8 @@ from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
 from tpupipe.stages.units import (
     Committed,
     UnitTarget,
-    check_reused,
     commit_unit,
     planned_units,
-    read_all_committed,
-    split_pending,
     write_manifest,
 )
 
@@ -104,9 +103,7 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
     units = planned_units(run, stage.source)
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
-    pending, present = split_pending(run, stage.name, units)
-    reused = read_all_committed(run.store, present.values())
-    check_reused(stage.name, units, reused, "")
+    pending, reused = resume_units(run, stage.name, units, "")
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do" + (f", {len(reused)} done before" if reused else ""),
@@ -115,14 +112,17 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         pending=len(pending),
     )
     with seconds.measured("working"):
-        fresh = _map_units(stage, run, units, pending)
-        committed = [*reused, *fresh]
-        rows_in = sum(c.footer.rows_in for c in committed)
+        with Compaction(run, stage.name, reused) as compaction:
+            fresh = _map_units(stage, run, units, pending, compaction)
+        rows_in = reused.total("rows_in") + sum(c.footer.rows_in for c in fresh)
+        committed = itertools.chain(reused, fresh)
         manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "rows_in": str(rows_in)})
     return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
 
 
-def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending: Sequence[Unit]) -> list[Committed]:
+def _map_units(
+    stage: Preprocess, run: StageRun, units: Sequence[Unit], pending: Sequence[Unit], compaction: Compaction
+) -> list[Committed]:
     if not pending:
         return []
     assert stage.map is not None  # noqa: S101 - the declaration has one of map and dataset
@@ -145,6 +145,7 @@ def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending:
     told = time.monotonic()
     for row in _rows(dataset, run, stage.name):
         done.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
+        compaction.add(done[-1])
         run.absorb(stage.name)
         run.stop.check()
         if time.monotonic() - told > TELL_EVERY_S:

@@ -134,6 +134,10 @@ class RunPaths:
         """The object that is the commit of one unit."""
         return f"{self.units(stage)}/{_check_unit(unit)}.parquet"
 
+    def compacted(self, stage: str) -> str:
+        """A cache of what the committed units say of themselves; rewritten, and never needed."""
+        return f"{self.stage(stage)}/committed.arrows"
+
     def errors(self, stage: str) -> str:
         """Folder of a stage's error records."""
         return f"{self.stage(stage)}/errors"
