@@ -11,23 +11,26 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tpupipe.config import Config, Environment, environment, process_variables
 from tpupipe.data.sample import parse_sample
-from tpupipe.errors import InterruptedRunError, StageError, TpupipeError
+from tpupipe.data.sources import Source, Unit
+from tpupipe.errors import InterruptedRunError, StageError, TpupipeError, UsageError
 from tpupipe.faults.inject import Injection
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import arm, point
 from tpupipe.hardware.slices import SliceSpec
-from tpupipe.identity import Identity, check_identity, identify, settle_identity
+from tpupipe.identity import Identity, check_identity, identify, plan_inputs, settle_identity
+from tpupipe.incremental import check_incremental, run_tick
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.ledger.events import EventLog
 from tpupipe.local.server import embedded_store
 from tpupipe.stages.finished import finished
 from tpupipe.stop import StopRequest
-from tpupipe.store.layout import RunPaths
+from tpupipe.store.layout import RunPaths, TickPaths
 from tpupipe.store.lease import Lease, acquire
 from tpupipe.store.objects import Store, open_store
 from tpupipe.store.owner import Owner
@@ -45,12 +48,18 @@ class RunOptions:
         faults: Faults to inject.
         allow_change: Go on with a run although its job, inputs or code changed, and record it.
         take_over: Take the run from a driver that holds it.
+        as_of: Incremental: the tick; by default now, truncated to ``schedule.every``.
+        reprocess: Incremental: make a new generation of partitions, from all inputs.
+        backfilled: Incremental: the tick takes only inputs that were modified up to its time.
     """
 
     name: str | None = None
     faults: tuple[Fault, ...] = ()
     allow_change: bool = False
     take_over: bool = False
+    as_of: datetime | None = None
+    reprocess: bool = False
+    backfilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,8 @@ class RunResult:
         seconds: This attempt's, by kind, over all stages, with waiting and starting of the run itself.
         error: The message, if the attempt failed.
         error_kind: The error's class.
+        tick: Incremental: the tick; ``run`` is the dataset then.
+        generation: Incremental: the generation of the dataset.
     """
 
     job: str
@@ -78,6 +89,8 @@ class RunResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     error_kind: str | None = None
+    tick: str | None = None
+    generation: int | None = None
 
     def to_json(self) -> str:
         """One JSON object on one line."""
@@ -103,39 +116,56 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
     """
     options = options or RunOptions()
     env = environment()
-    check_before_anything(job, config)
+    check_before_anything(job, config, options)
     with StopRequest().on_signals() as stop, endpoint_of(config, env) as endpoint:
         store = open_store(
             config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s, attempts=config.store.attempts
         )
         worker_environment = {**env.storage, **process_environment(endpoint, config.store.timeout_s)}
         with process_variables(worker_environment):
-            identity = identify(job, config, input_options=input_options(endpoint))
+
+            @contextlib.contextmanager
+            def owned(paths: RunPaths) -> Iterator[Attempt]:
+                with _lease(store, paths, options) as lease, EventLog(store, paths, lease.epoch) as log:
+                    yield Attempt(
+                        job=job,
+                        config=config,
+                        options=options,
+                        env=env,
+                        store=store,
+                        paths=paths,
+                        lease=lease,
+                        log=log,
+                        stop=stop,
+                        endpoint=endpoint,
+                        worker_environment=worker_environment,
+                    )
+
+            if config.mode == "incremental":
+                _arm_driver(options.faults)
+                return run_tick(job, config, options, store, input_options=input_options(endpoint), owned=owned)
+            inputs = plan_inputs(job, config, input_options(endpoint))
+            identity = identify(job, config, input_options=input_options(endpoint), inputs=inputs)
             paths = RunPaths(job.name, options.name or identity.default_run)
             check_identity(store, paths, identity, allow_change=options.allow_change)
-            with _lease(store, paths, options) as lease, EventLog(store, paths, lease.epoch) as log:
-                attempt = Attempt(
-                    job=job,
-                    config=config,
-                    options=options,
-                    env=env,
-                    store=store,
-                    paths=paths,
-                    lease=lease,
-                    log=log,
-                    stop=stop,
-                    endpoint=endpoint,
-                    worker_environment=worker_environment,
-                )
+            with owned(paths) as attempt:
+                attempt.inputs = inputs
                 return attempt.execute(identity)
 
 
-def check_before_anything(job: Job, config: Config) -> None:
+def check_before_anything(job: Job, config: Config, options: RunOptions) -> None:
     """Refuses what cannot work, before anything is reserved, started or written.
 
     Raises:
-        UsageError: The slice does not exist, or a stage does not fit it.
+        UsageError: The slice does not exist, a stage does not fit it, or an option or a stage does not fit the mode.
     """
+    if config.mode == "incremental":
+        check_incremental(job)
+    elif options.as_of is not None or options.reprocess or options.backfilled:
+        raise UsageError(
+            "--as-of, --reprocess and --backfill are for mode: incremental, and it is full.",
+            hint="--set mode=incremental, or leave them out.",
+        )
     spec = config.cluster.slice_spec()
     if spec is None:
         return
@@ -164,6 +194,8 @@ class Attempt:
         stop: Whether somebody asked the run to end.
         endpoint: Emulated Cloud Storage, or ``None``.
         worker_environment: Variables for every worker process.
+        inputs: The units of each source.
+        settle_params: See ``StageRun``.
     """
 
     job: Job
@@ -177,6 +209,8 @@ class Attempt:
     stop: StopRequest
     endpoint: str | None
     worker_environment: Mapping[str, str]
+    inputs: Mapping[Source, Sequence[Unit]] = field(default_factory=dict)
+    settle_params: Callable[[str, str], None] = lambda _stage, _fingerprint: None
     stages: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     waiting_s: float = 0.0
     starting_s: float = 0.0
@@ -206,6 +240,13 @@ class Attempt:
         result = self._result("done")
         self.store.put(self.paths.result, result.to_json().encode())
         return result
+
+    def complete(self) -> RunResult:
+        """The result of a run that is complete already; nothing is compared, reserved or written."""
+        found = {stage.name: finished(stage, self.store, self.paths) for stage in self.job.stages}
+        self.stages = {name: asdict(result) for name, result in found.items() if result is not None}
+        self._say("complete already: nothing to do")
+        return self._result("done")
 
     def _work(self, identity: Identity) -> None:
         for stage in self.job.stages:
@@ -277,6 +318,8 @@ class Attempt:
             endpoint=self.endpoint,
             input_options=input_options(self.endpoint),
             code=identity.code,
+            inputs=self.inputs,
+            settle_params=self.settle_params,
         )
         for stage in self.job.stages:
             if self.stages[stage.name]["status"] == "done":
@@ -312,12 +355,15 @@ class Attempt:
             seconds={kind: round(value, 3) for kind, value in kinds.items()},
             error=None if error is None else error.message,
             error_kind=None if error is None else type(error).__name__,
+            tick=self.paths.date if isinstance(self.paths, TickPaths) else None,
+            generation=self.paths.number if isinstance(self.paths, TickPaths) else None,
         )
 
     def _ended(self, status: str, error: TpupipeError) -> TpupipeError:
         """Notes how the attempt ended in the run's folder and on the error."""
         if status == "interrupted":
-            resume = f"the same command with --run {self.paths.run} resumes"
+            tick = f" --as-of {self.paths.date}" if isinstance(self.paths, TickPaths) else ""
+            resume = f"the same command with --run {self.paths.run}{tick} resumes"
             self.stages = {n: {**s, "status": status} if s["status"] == "failed" else s for n, s in self.stages.items()}
             error.hint = error.hint or f"{resume[0].upper()}{resume[1:]}."
         result = self._result(status, error)

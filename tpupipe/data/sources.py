@@ -15,7 +15,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
@@ -81,11 +82,19 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One listed input file."""
+    """One listed input file.
+
+    Attributes:
+        path: Absolute local path, or a URI.
+        size_bytes: Its size.
+        version: Generation, etag or modification time.
+        modified_s: When it was written, seconds since 1970, where the store tells (not part of equality).
+    """
 
     path: str
     size_bytes: int
     version: str
+    modified_s: float | None = field(default=None, compare=False)
 
 
 class Units(Sequence[Unit]):
@@ -397,12 +406,16 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
 
 
 def list_files(
-    patterns: Sequence[str], filesystem: Any = None, storage_options: Mapping[str, Any] | None = None
+    patterns: Sequence[str],
+    filesystem: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    none_ok: bool = False,
 ) -> list[InputFile]:
     """The files the patterns match, each once, sorted by path.
 
     Raises:
-        DataError: A pattern matches nothing.
+        DataError: A pattern matches nothing, and ``none_ok`` is false.
         StoreError: Listing failed.
     """
     found: dict[str, InputFile] = {}
@@ -410,7 +423,7 @@ def list_files(
         fs = open_filesystem(pattern, filesystem, storage_options)
         with input_errors("list", pattern):
             matches = _match(fs, pattern)
-        if not matches:
+        if not matches and not none_ok:
             raise DataError(
                 f"The input pattern {pattern!r} matches no file.",
                 hint="Give a glob, a folder or a file; names that begin with a dot are skipped.",
@@ -442,9 +455,22 @@ def _match(fs: Any, pattern: str) -> list[InputFile]:
 def _input_file(fs: Any, path: str, info: Mapping[str, Any]) -> InputFile:
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     if protocol in ("file", "local"):
-        return InputFile(path, int(info["size"]), str(Path(path).stat().st_mtime_ns))
+        modified_ns = Path(path).stat().st_mtime_ns
+        return InputFile(path, int(info["size"]), str(modified_ns), modified_ns / 1e9)
     version = next((str(info[key]) for key in ("generation", "etag", "ETag", "mtime", "updated") if info.get(key)), "")
-    return InputFile(str(fs.unstrip_protocol(path)), int(info["size"]), version)
+    return InputFile(str(fs.unstrip_protocol(path)), int(info["size"]), version, _modified_s(info))
+
+
+def _modified_s(info: Mapping[str, Any]) -> float | None:
+    value = next((info[key] for key in ("updated", "mtime", "LastModified", "last_modified") if info.get(key)), None)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _pack(files: Sequence[InputFile], unit_bytes: int, splittable: bool) -> Iterator[tuple[Part, ...]]:

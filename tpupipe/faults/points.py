@@ -27,6 +27,12 @@ class PointInfo:
 POINTS: Mapping[str, PointInfo] = {
     "run.lease_acquired": PointInfo("epoch", "driver", "the run's lease is ours, nothing else is"),
     "run.reserved": PointInfo("hosts", "driver", "the slice is held, no stage has begun"),
+    "generation.begun": PointInfo(
+        "generation", "driver", "a generation of the dataset is begun, its identity is not written"
+    ),
+    "tick.before_claim": PointInfo("tick", "driver", "the tick's lease is ours, its inputs are not claimed"),
+    "tick.claimed": PointInfo("tick", "driver", "the tick's inputs are claimed, nothing is done"),
+    "tick.before_done": PointInfo("tick", "driver", "every stage of the tick is complete, its record is not written"),
     "stage.manifest": PointInfo("stage", "driver", "all units are committed, the manifest is not"),
     "unit.read": PointInfo("index", "worker", "an input unit was read (index: its position in the stage, from 0)"),
     "unit.mapped": PointInfo("index", "worker", "a unit was computed"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from tpupipe.cluster.connect import Cluster
 from tpupipe.cluster.reservation import Reservation
 from tpupipe.config import Config, StageConfig
+from tpupipe.data.sources import Source, Unit
 from tpupipe.errors import StageError, TpupipeError, UserCodeError
 from tpupipe.faults.inject import Injection
 from tpupipe.faults.plan import Fault
@@ -45,6 +46,9 @@ class StageRun:
         endpoint: Emulated Cloud Storage, or ``None``.
         input_options: fsspec's options for opening inputs.
         code: Fingerprint of the job's code.
+        inputs: The units of each source, as the run planned them.
+        settle_params: Called with a stage and the fingerprint of its parameters before any unit is done; refuses others
+            than those of the dataset.
     """
 
     job: Job
@@ -62,6 +66,8 @@ class StageRun:
     endpoint: str | None
     input_options: Mapping[str, Any]
     code: str
+    inputs: Mapping[Source, Sequence[Unit]]
+    settle_params: Callable[[str, str], None]
 
     def settings(self, stage: str) -> StageConfig:
         """The configuration's section for a stage."""

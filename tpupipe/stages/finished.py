@@ -18,7 +18,7 @@ def finished(stage: Stage, store: Store, paths: RunPaths) -> StageResult | None:
         StoreError: The store could not be asked: that is never "not complete".
         DataError: The stage's manifest cannot be read.
     """
-    uri = store.uri(paths.stage(stage.name))
+    uri = store.uri(paths.outputs(stage.name))
     if isinstance(stage, Train):
         record = read_train_record(store, paths, stage.name)
         return None if record is None else trained(record, store, uri, record.steps, Seconds())

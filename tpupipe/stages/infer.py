@@ -31,7 +31,6 @@ from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S
 from tpupipe.stages.units import (
     UnitTarget,
-    planned_units,
     write_manifest,
 )
 from tpupipe.store.layout import RunPaths, parse_checkpoint
@@ -58,6 +57,7 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     units = _units(stage, run)
     params = find_params(stage, run)
     fingerprint = params.commit.fingerprint
+    run.settle_params(stage.name, fingerprint)
     pending, reused = resume_units(run, stage.name, units, fingerprint)
     run.log.emit(
         "stage",
@@ -92,7 +92,7 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         run, stage.name, units, committed, {"code": run.code, "params": fingerprint, "rows_in": str(rows_in)}
     )
     seconds.add("working", time.monotonic() - began - sum(seconds.rounded().values()))
-    result = units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
+    result = units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
     return replace(result, metrics=_padding(done), checkpoint=params.store.uri(params.folder))
 
 
@@ -108,7 +108,7 @@ def _padding(done: Sequence[UnitDone]) -> Mapping[str, float]:
 
 def _units(stage: Infer, run: StageRun) -> Sequence[Unit]:
     if not isinstance(stage.data, str):
-        return planned_units(run, stage.data)
+        return run.inputs[stage.data]
     manifest = read_manifest(run.store, run.paths, stage.data)
     if manifest is None:
         raise StageError(f"Stage {stage.data!r}, which {stage.name!r} reads, is not complete.", stage=stage.name)

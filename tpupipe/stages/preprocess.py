@@ -36,7 +36,6 @@ from tpupipe.stages.units import (
     Committed,
     UnitTarget,
     commit_unit,
-    planned_units,
     write_manifest,
 )
 
@@ -100,7 +99,7 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
-    units = planned_units(run, stage.source)
+    units = run.inputs[stage.source]
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
     pending, reused = resume_units(run, stage.name, units, "")
@@ -117,7 +116,7 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         rows_in = reused.total("rows_in") + sum(c.footer.rows_in for c in fresh)
         committed = itertools.chain(reused, fresh)
         manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "rows_in": str(rows_in)})
-    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
+    return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
 
 
 def _map_units(
@@ -253,4 +252,4 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
         manifest = write_manifest(
             run, stage.name, made, ordered, {"code": run.code, "source": inputs, "rows_in": str(sum(read.values()))}
         )
-    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), None, seconds)
+    return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), None, seconds)

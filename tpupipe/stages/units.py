@@ -16,8 +16,7 @@ from tpupipe.data.chunks import (
     merge_schemas,
     object_file,
 )
-from tpupipe.data.sample import sample_units
-from tpupipe.data.sources import Source, Unit, fingerprint_units
+from tpupipe.data.sources import Unit, fingerprint_units
 from tpupipe.errors import DataError, ObjectExistsError, StageError
 from tpupipe.faults.points import point
 from tpupipe.stages.base import StageRun
@@ -63,16 +62,6 @@ class Committed:
     size_bytes: int
     crc32c: int | None
     generation: str = ""
-
-
-def planned_units(run: StageRun, source: Source) -> Sequence[Unit]:
-    """The units of a source under the run's sample, in input order.
-
-    Raises:
-        DataError: There are none.
-    """
-    units = source.units(storage_options=run.input_options)
-    return sample_units(units, run.sample) if run.sample != 1 else units
 
 
 def commit_unit(target: UnitTarget, unit: Unit, index: int, table: pa.Table, *, rows_in: int) -> Committed:
