@@ -1,14 +1,12 @@
 """A dataset of ticks without a cluster: the real store, leases, claims, units and manifests; this process is the worker.
 
-Run as a module it does one tick in a process of its own, so that tests can kill it: see ``main``.
+``tick_in_child`` is for processes of their own, so that tests can kill them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 from tpupipe.config import Config
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import JsonLines, Source, Unit
+from tpupipe.errors import TpupipeError
 from tpupipe.faults.plan import parse_faults
 from tpupipe.identity import Identity, settle_identity
 from tpupipe.incremental import run_tick
@@ -169,18 +168,10 @@ class World:
         return {date: sorted(ids) for date, ids in sorted(found.items())}
 
 
-def main() -> None:
-    """``python -m tests.incremental.world INPUTS URI ENDPOINT TICK [FAULT…]``: prints the result, or the error's name."""
-    inputs, uri, endpoint, tick, *faults = sys.argv[1:]
-    world = World(Path(inputs), uri, endpoint or None)
+def tick_in_child(world: World, tick: str, faults: Sequence[str], answer: Path) -> None:
+    """What a process of its own does: one tick; its result, or the error's name, goes to a file."""
     try:
-        result = world.tick(tick, faults=faults)
-    except Exception as error:  # noqa: BLE001 - told to the test by name
-        sys.stdout.write(json.dumps({"error": type(error).__name__, "exit_status": getattr(error, "exit_status", 1)}))
-        return
-    sys.stdout.write(json.dumps(asdict(result)))
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    main()
+        found = asdict(world.tick(tick, faults=faults))
+    except TpupipeError as error:
+        found = {"error": type(error).__name__, "exit_status": error.exit_status}
+    answer.write_text(json.dumps(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import marshal
+import operator
 import os
 import re
 import zlib
@@ -97,26 +98,23 @@ class InputFile:
     modified_s: float | None = field(default=None, compare=False)
 
 
+_Packed: TypeAlias = tuple[str, str, list[tuple[Any, ...]]]  # id, fingerprint, parts
+_part_values = operator.attrgetter(*Part.__dataclass_fields__)
+
+
 class Units(Sequence[Unit]):
     """Work units in input order, packed: of a million, those of one block at a time are objects.
 
     Args:
-        units: The units, taken one by one.
+        packed: The units as tuples, taken one by one; see ``make_units``.
     """
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, packed: Iterable[_Packed]) -> None:
         self._blocks: list[bytes] = []
         self._length = 0
         self._open: tuple[int, list[Unit]] = (-1, [])
-        iterator = iter(units)
-        while block := [
-            (
-                u.id,
-                u.fingerprint,
-                [(p.path, p.start, p.stop, p.kind, p.size_bytes, p.file_bytes, p.version) for p in u.parts],
-            )
-            for u in itertools.islice(iterator, _BLOCK)
-        ]:
+        iterator = iter(packed)
+        while block := list(itertools.islice(iterator, _BLOCK)):
             self._blocks.append(zlib.compress(marshal.dumps(block), 1))
             self._length += len(block)
 
@@ -161,8 +159,8 @@ class Units(Sequence[Unit]):
         ]
 
 
-def _unpacked(packed: bytes) -> list[tuple[str, str, list[tuple[Any, ...]]]]:
-    block: list[tuple[str, str, list[tuple[Any, ...]]]] = marshal.loads(zlib.decompress(packed))  # noqa: S302 - packed by this process
+def _unpacked(packed: bytes) -> list[_Packed]:
+    block: list[_Packed] = marshal.loads(zlib.decompress(packed))  # noqa: S302 - packed by this process
     return block
 
 
@@ -178,11 +176,11 @@ def make_units(groups: Iterable[Sequence[Part]]) -> Units:
     return units
 
 
-def _numbered(groups: Iterable[Sequence[Part]], width: int) -> Iterator[Unit]:
+def _numbered(groups: Iterable[Sequence[Part]], width: int) -> Iterator[_Packed]:
     for index, parts in enumerate(groups):
         covers = "\n".join([f"{p.path}\t{p.start}\t{p.stop}\t{p.kind}" for p in parts])
         content = covers + "\n" + "\n".join([f"{p.file_bytes}\t{p.version}" for p in parts])
-        yield Unit(f"{index:0{width}d}-{_hash(covers, 4)}", tuple(parts), _hash(content, 16))
+        yield f"{index:0{width}d}-{_hash(covers, 4)}", _hash(content, 16), list(map(_part_values, parts))
 
 
 def unit_names(units: Iterable[Unit]) -> Iterator[tuple[str, str]]:
