@@ -138,14 +138,26 @@ def read_claims(store: Store, generation: GenerationPaths) -> list[Claim]:
         StoreError: They could not be listed or read; that is never "no claims".
         DataError: One is damaged or missing.
     """
-    names = [info.name for info in store.list(generation.claims + "/") if parse_claim(info.name) is not None]
-    if [parse_claim(name) for name in names] != list(range(1, len(names) + 1)):
+    names = _claim_names(store, generation)
+    if not _gapless(names):
+        # A listing that passes while claims are created may show a later one and not the one before it. That one was
+        # there first, so a listing begun now shows both.
+        names = _claim_names(store, generation)
+    if not _gapless(names):
         raise DataError(
             f"The claims in {store.uri(generation.claims)} are not numbered 1 to {len(names)}: one is missing.",
             hint="Restore it: its inputs would be taken again.",
         )
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tpupipe-claims") as pool:
         return list(pool.map(lambda name: Claim.decode(store.read(name), store.uri(name)), names))
+
+
+def _claim_names(store: Store, generation: GenerationPaths) -> list[str]:
+    return [info.name for info in store.list(generation.claims + "/") if parse_claim(info.name) is not None]
+
+
+def _gapless(names: Sequence[str]) -> bool:
+    return [parse_claim(name) for name in names] == list(range(1, len(names) + 1))
 
 
 def claim_inputs(

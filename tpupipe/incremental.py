@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tpupipe.claims import Claim, changed_inputs, claim_inputs, read_claims
 from tpupipe.config import Config
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from tpupipe.run import Attempt, RunOptions, RunResult
 
 logger = logging.getLogger("tpupipe")
+
+Owned: TypeAlias = "Callable[[TickPaths, bool], AbstractContextManager[Attempt]]"
+"""Takes the lease of a tick's run, from a living driver if the flag says so, and gives an attempt at it."""
 
 DEFAULT_DATASET = "scheduled"
 FORMAT = 1
@@ -73,7 +76,7 @@ def run_tick(
     store: Store,
     *,
     input_options: Mapping[str, Any],
-    owned: Callable[[TickPaths], AbstractContextManager[Attempt]],
+    owned: Owned,
 ) -> RunResult:
     """Runs one tick of a dataset to the end, after what earlier ticks left undone.
 
@@ -83,7 +86,7 @@ def run_tick(
         options: What is asked of this attempt.
         store: The store.
         input_options: fsspec's options for opening inputs.
-        owned: Takes the lease of a tick's run and gives an attempt at it.
+        owned: See ``Owned``.
 
     Raises:
         RunHeldError: Another driver is at work on this tick.
@@ -95,10 +98,10 @@ def run_tick(
     for earlier in unfinished(read_claims(store, generation), done_ticks(store, generation), tick):
         logger.info("tick %s of dataset %s is not complete: it comes first", earlier, generation.run)
         try:
-            dataset.run(generation, earlier, owned)
+            dataset.run(generation, earlier, owned, take_over=False)  # insisting is about the tick that was named
         except RunHeldError as error:
             logger.warning("tick %s is left to the driver that has it: %s", earlier, error.message)
-    return dataset.run(generation, tick, owned)
+    return dataset.run(generation, tick, owned, take_over=options.take_over)
 
 
 def unfinished(claims: Sequence[Claim], done: Sequence[str], before: str) -> list[str]:
@@ -173,12 +176,10 @@ class Dataset:
             ) from error
         return generation
 
-    def run(
-        self, generation: GenerationPaths, tick: str, owned: Callable[[TickPaths], AbstractContextManager[Attempt]]
-    ) -> RunResult:
+    def run(self, generation: GenerationPaths, tick: str, owned: Owned, *, take_over: bool) -> RunResult:
         """Does one tick, or finds it done."""
         paths = generation.tick(tick, self.tables)
-        with owned(paths) as attempt:
+        with owned(paths, take_over) as attempt:
             if self.store.exists(generation.tick_done(tick)):
                 return attempt.complete()
             listed = self._listed(generation)

@@ -125,8 +125,8 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
         with process_variables(worker_environment):
 
             @contextlib.contextmanager
-            def owned(paths: RunPaths) -> Iterator[Attempt]:
-                with _lease(store, paths, options) as lease, EventLog(store, paths, lease.epoch) as log:
+            def owned(paths: RunPaths, take_over: bool) -> Iterator[Attempt]:
+                with _lease(store, paths, take_over) as lease, EventLog(store, paths, lease.epoch) as log:
                     yield Attempt(
                         job=job,
                         config=config,
@@ -148,7 +148,7 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
             identity = identify(job, config, input_options=input_options(endpoint), inputs=inputs)
             paths = RunPaths(job.name, options.name or identity.default_run)
             check_identity(store, paths, identity, allow_change=options.allow_change)
-            with owned(paths) as attempt:
+            with owned(paths, options.take_over) as attempt:
                 attempt.inputs = inputs
                 return attempt.execute(identity)
 
@@ -406,12 +406,12 @@ def endpoint_of(config: Config, env: Environment) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def _lease(store: Store, paths: RunPaths, options: RunOptions) -> Iterator[Lease]:
+def _lease(store: Store, paths: RunPaths, take_over: bool) -> Iterator[Lease]:
     with acquire(
         store,
         paths,
         Owner.here(),
-        take_over=options.take_over,
+        take_over=take_over,
         on_wait=lambda _, waited_s: logger.info(
             "run %s: watching for a sign of life of its owner, %.0f s", paths.run, waited_s
         ),

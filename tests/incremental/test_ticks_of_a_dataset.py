@@ -299,13 +299,14 @@ def test_the_same_tick_twice_at_once_does_the_work_once(world):
     assert world.rows() == {ONE: list(range(20))}
 
 
-def test_a_tick_that_is_at_work_elsewhere_is_left_to_its_driver(world):
-    """The next tick does not wait for it and does not take its inputs."""
+@pytest.mark.parametrize("take_over", [False, True])
+def test_a_tick_that_is_at_work_elsewhere_is_left_to_its_driver(world, take_over):
+    """The next tick does not wait for it and does not take its inputs, nor the tick itself, even if told to take over."""
     world.write("a.jsonl", 1)
 
     def meanwhile() -> None:
         world.write("b.jsonl", 2)
-        assert world.tick(TWO).stages[STAGE]["rows_out"] == 1
+        assert world.tick(TWO, take_over=take_over).stages[STAGE]["rows_out"] == 1
 
     world.tick(ONE, before_work=meanwhile)
     assert world.rows() == {ONE: [1], TWO: [2]}

@@ -137,8 +137,8 @@ class World:
         )
 
         @contextlib.contextmanager
-        def owned(paths: TickPaths) -> Iterator[Attempt]:
-            with acquire(store, paths, Owner.here()) as lease:
+        def owned(paths: TickPaths, take_over: bool) -> Iterator[Attempt]:
+            with acquire(store, paths, Owner.here(), take_over=take_over) as lease:
                 yield Attempt(self.job, store, paths, lease, self.params, before_work)
 
         asked = RunOptions("nightly", parse_faults(faults), as_of=parse_tick(tick), **options)
