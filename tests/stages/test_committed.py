@@ -287,7 +287,7 @@ def test_a_hundred_thousand_units_are_planned_from_one_object():
     assert measured["pending"] == 1000
     assert measured["requests"] == {"list": 99, "read": 1}
     assert measured["peak_mb"] - measured["before_mb"] < 150
-    assert measured["seconds"] < 15
+    assert measured["cpu_s"] < 5  # not of the clock: other tests run beside this one
 
 
 @pytest.mark.soak
@@ -296,5 +296,5 @@ def test_a_million_units_are_planned_in_seconds_and_below_a_gigabyte(case):
     """ray#60200: the same with a million; a complete stage is seen from its manifest alone."""
     measured = planning(1_000_000, case)
     assert measured["requests"] == {"list": 999 if case == "compacted" else 0, "read": 1}
-    assert measured["seconds"] < 15
+    assert measured["cpu_s"] < 15
     assert measured["peak_mb"] < 1024
