@@ -9,16 +9,15 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tpupipe.config import Config, canonical, config_hash
 from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sample import parse_sample, sample_units
-from tpupipe.data.sources import Source, fingerprint_units
+from tpupipe.data.sources import Source, Unit, fingerprint_units
 from tpupipe.errors import DataError, ObjectExistsError, RunChangedError
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.store.layout import RunPaths
@@ -57,22 +56,51 @@ class Identity:
         return f"r-{config_hash(named)[:10]}"
 
 
-def identify(job: Job, config: Config, *, input_options: Mapping[str, Any]) -> Identity:
+def plan_inputs(job: Job, config: Config, input_options: Mapping[str, Any]) -> dict[Source, Sequence[Unit]]:
+    """Lists each source of the job once, as the units of its sample. What is planned and what is compared is the same.
+
+    Raises:
+        DataError: A source has no input.
+    """
+    fraction = parse_sample(config.sample)
+    planned: dict[Source, Sequence[Unit]] = {}
+    for _, source in _sources(job):
+        if source not in planned:
+            units = source.units(storage_options=input_options)
+            if not units:
+                raise DataError(f"{source!r} has no input.", hint="Look at the pattern.")
+            planned[source] = sample_units(units, fraction) if fraction != 1 else units
+    return planned
+
+
+def identify(
+    job: Job,
+    config: Config,
+    *,
+    input_options: Mapping[str, Any],
+    inputs: Mapping[Source, Sequence[Unit]] | None = None,
+) -> Identity:
     """Computes the identity; lists the inputs, reads none of them but pretrained parameters.
+
+    Args:
+        job: The declaration.
+        config: The configuration.
+        input_options: fsspec's options for opening inputs.
+        inputs: What ``plan_inputs`` gave, to list nothing again. Sources that are not in it are no part of the identity.
 
     Raises:
         DataError: A source has no input, or a file of pretrained parameters does not exist.
     """
-    fraction = parse_sample(config.sample)
-    inputs = {name: _inputs(source, fraction, input_options) for name, source in _sources(job)}
+    planned = plan_inputs(job, config, input_options) if inputs is None else inputs
+    fingerprints = {name: fingerprint_units(planned[source]) for name, source in _sources(job) if source in planned}
     for stage in job.stages:
         if isinstance(stage, Infer) and isinstance(stage.params, Pretrained):
-            inputs[f"{stage.name}.params"] = stage.params.read(input_options)[1]
+            fingerprints[f"{stage.name}.params"] = stage.params.read(input_options)[1]
     return Identity(
         job=job.name,
         parameters=canonical(config.job),
         stages={stage.name: _result_options(stage) for stage in job.stages},
-        inputs=inputs,
+        inputs=fingerprints,
         sample=config.sample,
         code=code_fingerprint(job),
     )
@@ -83,13 +111,6 @@ def _sources(job: Job) -> Iterator[tuple[str, Source]]:
         source = stage.source if isinstance(stage, Preprocess) else stage.data if isinstance(stage, Infer) else None
         if isinstance(source, Source):
             yield stage.name, source
-
-
-def _inputs(source: Source, fraction: Fraction, input_options: Mapping[str, Any]) -> str:
-    units = source.units(storage_options=input_options)
-    if not units:
-        raise DataError(f"{source!r} has no input.", hint="Look at the pattern.")
-    return fingerprint_units(sample_units(units, fraction) if fraction != 1 else units)
 
 
 def _result_options(stage: Preprocess | Train | Infer) -> dict[str, Any]:

@@ -260,12 +260,24 @@ class LogsConfig(_Section):
     format: Literal["text", "json"] = "text"
 
 
+class ScheduleConfig(_Section):
+    """The ticks of an incremental job.
+
+    Args:
+        every: Interval, ``15m``, ``1h``, ``1d``: what now is truncated to where no tick is named.
+    """
+
+    every: str = Field(default="1h", pattern=r"^[1-9]\d{0,5}[mhd]$")
+
+
 class Config(_Section):
     """One world a job can run in, and what it changes of the job.
 
     Args:
         store: Where everything goes; the only section besides ``cluster`` that has no default.
         cluster: Where the run executes.
+        mode: ``full`` (all inputs) or ``incremental`` (those that no earlier tick took).
+        schedule: The ticks of an incremental job.
         sample: Fraction of the input: ``"1%"``, ``0.01`` or ``"1/100"``, kept in one spelling.
         stages: Stage name -> what changes.
         budgets: Failures a run may survive.
@@ -280,6 +292,8 @@ class Config(_Section):
 
     store: StoreConfig
     cluster: ClusterConfig
+    mode: Literal["full", "incremental"] = "full"
+    schedule: ScheduleConfig = ScheduleConfig()
     sample: str = "100%"
     stages: dict[str, StageConfig] = Field(default_factory=dict)
     budgets: BudgetsConfig = BudgetsConfig()

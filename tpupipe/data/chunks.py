@@ -167,7 +167,7 @@ def object_file(store: Store, name: str, size_bytes: int) -> io.RawIOBase:
 # -- manifest -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ManifestUnit:
     """One committed unit of a complete stage.
 

@@ -18,7 +18,7 @@ FORMAT = 1
 _IN_MEMORY_BYTES = 16 << 20
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class UnitFooter:
     """What a unit's object says about itself.
 

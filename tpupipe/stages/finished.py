@@ -10,7 +10,13 @@ from tpupipe.stages.result import StageResult
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store
 
-_COUNTED = ("rows_in", "rows_bad", "rows_truncated", "values_fed", "values_real")
+COUNTED = (
+    "rows_in",
+    "rows_bad",
+    "rows_truncated",
+    "values_fed",
+    "values_real",
+)  # in footers, and summed up in manifests
 
 
 def finished(stage: Stage, store: Store, paths: RunPaths) -> StageResult | None:
@@ -20,7 +26,7 @@ def finished(stage: Stage, store: Store, paths: RunPaths) -> StageResult | None:
         StoreError: The store could not be asked: that is never "not complete".
         DataError: The stage's manifest cannot be read.
     """
-    uri = store.uri(paths.stage(stage.name))
+    uri = store.uri(paths.outputs(stage.name))
     if isinstance(stage, Train):
         record = read_train_record(store, paths, stage.name)
         return None if record is None else trained(record, store, uri, record.steps, Seconds())
@@ -42,7 +48,7 @@ def read_manifest(store: Store, paths: RunPaths, stage: str) -> Manifest | None:
 def units_done(manifest: Manifest, uri: str, resumed_from: int | None, seconds: Seconds) -> StageResult:
     """The result of a stage whose work is units."""
     total = len(manifest.units)
-    counted = {name: int(manifest.fingerprints.get(name, 0)) for name in _COUNTED}
+    counted = {name: int(manifest.fingerprints.get(name, 0)) for name in COUNTED}
     fed = counted["values_fed"]
     return StageResult(
         status="done",

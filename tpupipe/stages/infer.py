@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,14 +12,15 @@ from ray.exceptions import RayError
 
 from tpupipe.data.bucket_lengths import spread
 from tpupipe.data.buckets import AutoBuckets, Buckets
-from tpupipe.data.chunks import Manifest, ManifestUnit
+from tpupipe.data.chunks import Manifest, ManifestUnit, UnitFooter
 from tpupipe.data.sources import Part, Unit
 from tpupipe.errors import StageError, TpupipeError
 from tpupipe.job import Infer
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, failure_of, told_errors
+from tpupipe.stages.committed import CommittedUnits, Compaction, resume_units
 from tpupipe.stages.failures import Budget
-from tpupipe.stages.finished import read_manifest, units_done
+from tpupipe.stages.finished import COUNTED, read_manifest, units_done
 from tpupipe.stages.infer_buckets import buckets_of, resolve_buckets
 from tpupipe.stages.infer_params import find_params
 from tpupipe.stages.infer_pool import InferPool, too_many_bad_rows
@@ -26,14 +28,9 @@ from tpupipe.stages.infer_worker import InferPlan, UnitDone, sample_unit
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.retry import answered
 from tpupipe.stages.stall import STALL_TIMEOUT_S
-from tpupipe.stages.unit_failures import UnitFailures, is_the_units_own
+from tpupipe.stages.unit_failures import UnitFailures, first_inputs, is_the_units_own
 from tpupipe.stages.units import (
-    Committed,
     UnitTarget,
-    check_reused,
-    planned_units,
-    read_all_committed,
-    split_pending,
     write_manifest,
 )
 
@@ -56,10 +53,9 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     seconds = Seconds()
     units = _units(stage, run)
     params = find_params(stage, run)
-    pending, present = split_pending(run, stage.name, units)
-    reused = read_all_committed(run.store, present.values())
     fingerprint = params.fingerprint
-    check_reused(stage.name, units, reused, fingerprint)
+    run.settle_params(stage.name, fingerprint)
+    pending, reused = resume_units(run, stage.name, units, fingerprint)
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do"
@@ -84,7 +80,7 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         run.faults,
         run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
-    rows_bad = sum(c.footer.rows_bad for c in reused)
+    rows_bad = reused.total("rows_bad")
     if (error := too_many_bad_rows(stage, run.store.uri(run.paths.errors(stage.name)), rows_bad)) is not None:
         raise error
     began = time.monotonic()
@@ -92,15 +88,15 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         stage = replace(stage, buckets=_chosen(plan, stage.buckets, run, pending))
         plan = replace(plan, stage=stage)
     failures = UnitFailures(stage.name, run.config.budgets.unit_failures, len(pending), succeeded=bool(reused))
-    pool = InferPool(stage, run, plan, units=units, failures=failures, bad_rows=rows_bad, seconds=seconds)
-    done = pool.work(pending) if pending else []
-    committed = [*reused, *(d.committed for d in done)]
-    failures.check({unit.id: unit.parts[0].path if unit.parts else "?" for unit in units}, len(committed))
-    manifest = write_manifest(
-        run, stage.name, units, committed, {"code": run.code, "params": fingerprint, **_counts(committed)}
-    )
+    with Compaction(run, stage.name, reused) as compaction:
+        pool = InferPool(stage, run, plan, failures=failures, bad_rows=rows_bad, seconds=seconds)
+        done = pool.work(units, pending, compaction) if pending else []
+    failures.check(first_inputs(pending, failures.set_aside), len(reused) + len(done))
+    committed = itertools.chain(reused, (d.committed for d in done))
+    counts = _counts(reused, [d.committed.footer for d in done])
+    manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "params": fingerprint, **counts})
     seconds.add("working", time.monotonic() - began - sum(seconds.rounded().values()))
-    result = units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
+    result = units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
     return replace(result, metrics={**result.metrics, **_shapes(stage, done)}, checkpoint=params.uri)
 
 
@@ -129,10 +125,9 @@ def _chosen(plan: InferPlan, auto: AutoBuckets, run: StageRun, pending: Sequence
     return buckets
 
 
-def _counts(committed: Sequence[Committed]) -> dict[str, str]:
+def _counts(reused: CommittedUnits, fresh: Sequence[UnitFooter]) -> dict[str, str]:
     """What the footers count, summed up, as the manifest keeps it."""
-    names = ("rows_in", "rows_bad", "rows_truncated", "values_fed", "values_real")
-    return {name: str(sum(getattr(c.footer, name) for c in committed)) for name in names}
+    return {name: str(reused.total(name) + sum(getattr(footer, name) for footer in fresh)) for name in COUNTED}
 
 
 def _shapes(stage: Infer, done: Sequence[UnitDone]) -> Mapping[str, float]:
@@ -143,9 +138,9 @@ def _shapes(stage: Infer, done: Sequence[UnitDone]) -> Mapping[str, float]:
     return {"compilations": float(max(d.compilations for d in done)), "buckets": float(declared)}
 
 
-def _units(stage: Infer, run: StageRun) -> list[Unit]:
+def _units(stage: Infer, run: StageRun) -> Sequence[Unit]:
     if not isinstance(stage.data, str):
-        return planned_units(run, stage.data)
+        return run.inputs[stage.data]
     manifest = read_manifest(run.store, run.paths, stage.data)
     if manifest is None:
         raise StageError(f"Stage {stage.data!r}, which {stage.name!r} reads, is not complete.", stage=stage.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from tpupipe.errors import BadRowError, StageError, TpupipeError
 from tpupipe.job import Infer, Quarantine
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, failure_of, tell_fault
+from tpupipe.stages.committed import Compaction
 from tpupipe.stages.failures import Budget, Failure, Kind, loss, unreachable
 from tpupipe.stages.infer_rows import refused
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
@@ -61,7 +62,6 @@ class InferPool:
         stage: The declaration.
         run: The run.
         plan: What workers are given.
-        units: All units of the stage, in input order.
         failures: Decides what becomes of units that fail.
         bad_rows: Rows set aside in units that were committed before.
         seconds: Where time is booked.
@@ -73,7 +73,6 @@ class InferPool:
         run: StageRun,
         plan: InferPlan,
         *,
-        units: Sequence[Unit],
         failures: UnitFailures,
         bad_rows: int,
         seconds: Seconds,
@@ -81,7 +80,7 @@ class InferPool:
         self._stage = stage
         self._run = run
         self._plan = plan
-        self._positions = {unit.id: index for index, unit in enumerate(units)}
+        self._positions: Mapping[str, int] = {}
         self._failures = failures
         self._bad_rows = bad_rows
         self._seconds = seconds
@@ -94,9 +93,17 @@ class InferPool:
         self._away: list[TpupipeError] = []  # of units for which the store could not be reached
         self._stalls: list[Mapping[str, Any]] = []
 
-    def work(self, pending: Sequence[Unit]) -> list[UnitDone]:
-        """Does all units that can be done. Ends the workers on every way out."""
+    def work(self, units: Iterable[Unit], pending: Sequence[Unit], compaction: Compaction) -> list[UnitDone]:
+        """Does all pending units that can be done. Ends the workers on every way out.
+
+        Args:
+            units: All units of the stage, in input order.
+            pending: Those to do.
+            compaction: Takes note of what is done.
+        """
         self._queue.extend(pending)
+        wanted = {unit.id for unit in pending}
+        self._positions = {unit.id: index for index, unit in enumerate(units) if unit.id in wanted}
         done: list[UnitDone] = []
         told = time.monotonic()
         try:
@@ -104,7 +111,10 @@ class InferPool:
             while self._queue or self._suspects or any(worker.given for worker in self._workers):
                 self._run.stop.check()
                 self._hand_out()
+                noted = len(done)
                 self._collect(done)
+                for each in done[noted:]:
+                    compaction.add(each.committed)
                 self._book()
                 if time.monotonic() - told > TELL_EVERY_S:
                     told = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import pickle
@@ -26,19 +27,16 @@ from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
 from tpupipe.ledger.events import Seconds, event
 from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors, user_code
+from tpupipe.stages.committed import Compaction, resume_units
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import units_done
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
-from tpupipe.stages.unit_failures import UnitFailures, died_error, is_the_units_own
+from tpupipe.stages.unit_failures import UnitFailures, died_error, first_inputs, is_the_units_own
 from tpupipe.stages.units import (
     Committed,
     UnitTarget,
-    check_reused,
     commit_unit,
-    planned_units,
-    read_all_committed,
-    split_pending,
     write_manifest,
 )
 
@@ -115,12 +113,10 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
-    units = planned_units(run, stage.source)
+    units = run.inputs[stage.source]
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
-    pending, present = split_pending(run, stage.name, units)
-    reused = read_all_committed(run.store, present.values())
-    check_reused(stage.name, units, reused, "")
+    pending, reused = resume_units(run, stage.name, units, "")
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do" + (f", {len(reused)} done before" if reused else ""),
@@ -130,15 +126,23 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
     )
     with seconds.measured("working"):
         failures = UnitFailures(stage.name, run.config.budgets.unit_failures, len(pending), succeeded=bool(reused))
-        committed = [*reused, *_map_units(stage, run, units, pending, failures)]
-        failures.check({unit.id: unit.parts[0].path for unit in units}, len(committed))
-        rows_in = sum(c.footer.rows_in for c in committed)
+        with Compaction(run, stage.name, reused) as compaction:
+            fresh = _map_units(stage, run, units, pending, failures=failures, compaction=compaction)
+        failures.check(first_inputs(pending, failures.set_aside), len(reused) + len(fresh))
+        rows_in = reused.total("rows_in") + sum(c.footer.rows_in for c in fresh)
+        committed = itertools.chain(reused, fresh)
         manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "rows_in": str(rows_in)})
-    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
+    return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
 
 
 def _map_units(
-    stage: Preprocess, run: StageRun, units: Sequence[Unit], pending: Sequence[Unit], failures: UnitFailures
+    stage: Preprocess,
+    run: StageRun,
+    units: Sequence[Unit],
+    pending: Sequence[Unit],
+    *,
+    failures: UnitFailures,
+    compaction: Compaction,
 ) -> list[Committed]:
     if not pending:
         return []
@@ -171,6 +175,7 @@ def _map_units(
             continue
         failures.success()
         done.append(answer)
+        compaction.add(answer)
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
             run.log.emit("progress", f"{stage.name}: {len(done)} of {len(pending)} units", stage=stage.name)
@@ -277,4 +282,4 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
         manifest = write_manifest(
             run, stage.name, made, ordered, {"code": run.code, "source": inputs, "rows_in": str(sum(read.values()))}
         )
-    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), None, seconds)
+    return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), None, seconds)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tpupipe.data.sources import Unit
 from tpupipe.errors import (
     BadRowError,
     CheckpointError,
@@ -123,6 +124,11 @@ def set_aside_error(
         units={unit: error.message for unit, error in units.items()},
         done=done,
     )
+
+
+def first_inputs(units: Iterable[Unit], wanted: Container[str]) -> dict[str, str]:
+    """The first input of each of the wanted units."""
+    return {unit.id: unit.parts[0].path if unit.parts else "?" for unit in units if unit.id in wanted}
 
 
 def _one_line(error: TpupipeError) -> str:
