@@ -253,10 +253,11 @@ class InferPool:
             kind, what = loss([h.slice_index for h in reservation.hosts], [h.slice_index for h in lost])
             return Failure(kind, None, what, str(error))
         given = {unit.id for unit in worker.given.values()}
-        for stall in [s for s in self._stalls if s["unit"] in given]:
-            self._stalls.remove(stall)
-            what = f"inference worker {worker.rank}: {stall['phase']}"
-            return Failure(Kind.STALLED, None, what, stall["traceback"], stall["uri"])
+        stalls = [stall for stall in self._stalls if stall["unit"] in given]
+        if stalls:  # each unit in flight has a watchdog
+            self._stalls = [stall for stall in self._stalls if stall not in stalls]
+            what = f"inference worker {worker.rank}: {stalls[0]['phase']}"
+            return Failure(Kind.STALLED, None, what, stalls[0]["traceback"], stalls[0]["uri"])
         return Failure(Kind.WORKER, None, f"inference worker {worker.rank} died", str(error))
 
     def _charge_store(self, errors: list[TpupipeError]) -> None:
