@@ -9,6 +9,7 @@ Unpickling the model breaks tpupipe in the process that does it, so the product 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,10 +68,10 @@ def _leave_out_a_batch() -> None:
 
     batches = StageContext.batches
 
-    def without_the_first(self: Any) -> Iterator[Any]:
-        for position, batch in enumerate(batches(self)):
-            if position or self._start is None:
-                yield batch
+    @contextlib.contextmanager
+    def without_the_first(self: Any) -> Iterator[Iterator[Any]]:
+        with batches(self) as found:
+            yield (batch for position, batch in enumerate(found) if position or self._start is None)
 
     StageContext.batches = without_the_first  # type: ignore[method-assign]
 
