@@ -142,7 +142,16 @@ def planned(units: int) -> Sequence[Unit]:
 
 def footer(unit: Unit) -> UnitFooter:
     """What a committed unit says of itself."""
-    return UnitFooter(unit.id, ROWS, (ROWS,), ROWS, 0, unit.fingerprint, PARAMS, "c" * 32, 1, "1")
+    return UnitFooter(
+        unit.id,
+        rows=ROWS,
+        chunks=(ROWS,),
+        rows_in=ROWS,
+        input_fingerprint=unit.fingerprint,
+        params_fingerprint=PARAMS,
+        code_fingerprint="c" * 32,
+        lease_epoch=1,
+    )
 
 
 def unit_object(unit: Unit) -> bytes:

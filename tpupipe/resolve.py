@@ -34,6 +34,7 @@ _KEYS: dict[str, tuple[type[Stage], ...]] = {
     "log_every_s": (Train,),
     "mesh": (Train,),
     "sharding": (Train,),
+    "spare": (Train,),
     "chunk_rows": (Preprocess,),
     "batch_rows": (Infer,),
     "bad_rows": (Infer,),
