@@ -19,9 +19,12 @@ from tpupipe.data.sources import Files
 from tpupipe.errors import DataError, JobError, RunChangedError, RunHeldError
 from tpupipe.incremental import check_incremental, done_ticks, next_generation, unfinished
 from tpupipe.job import Infer, Job, Preprocess, Train
+from tpupipe.ledger.events import read_events
+from tpupipe.run import RunOptions, run
 from tpupipe.stages.finished import read_manifest
 from tpupipe.store.lease import acquire
 from tpupipe.store.owner import Owner
+from tpupipe.ticks import parse_tick
 
 ONE, TWO, THREE, FOUR = (f"2026-11-{day}T02:00" for day in (27, 28, 29, 30))
 
@@ -138,6 +141,23 @@ def test_a_claimed_file_that_changed_is_refused(world):
     with pytest.raises(RunChangedError, match=r"a\.jsonl") as caught:
         world.tick(ONE)
     assert caught.value.exit_status == 2
+
+
+def test_a_run_with_nothing_to_do_needs_no_cluster(world):
+    """``run`` itself: a tick without new inputs, and a complete one; its result is kept, and no Ray is touched."""
+    world.write("a.jsonl", 1, 2)
+    world.tick(ONE)
+    nothing = run(world.job, world.config, RunOptions("nightly", as_of=parse_tick(TWO)))
+    assert (nothing.status, nothing.run, nothing.tick, nothing.generation) == ("done", "nightly", TWO, 1)
+    assert nothing.stages[STAGE]["rows_out"] == nothing.stages[STAGE]["total"] == 0
+    kept = json.loads(world.store.read(world.tick_paths(TWO).result))
+    assert (kept["tick"], kept["status"]) == (TWO, "done")
+    done = run(world.job, world.config, RunOptions("nightly", as_of=parse_tick(ONE)))
+    assert (done.status, done.stages[STAGE]["rows_out"]) == ("done", 2)
+    assert done.stages[STAGE]["uri"] == world.store.uri(world.generation().table(STAGE))
+    assert done_ticks(world.store, world.generation()) == [ONE, TWO]
+    said = [e["message"] for e in read_events(world.store, world.tick_paths(TWO)) if "message" in e]
+    assert any("nothing to reserve" in text for text in said)
 
 
 # -- what changed since ------------------------------------------------------------------------

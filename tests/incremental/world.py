@@ -118,6 +118,17 @@ class World:
         params = "gs://models/m/a/stages/fit"
         return Job("job", [Infer(STAGE, source, params=params, init=print, apply=apply)])
 
+    @property
+    def config(self) -> Config:
+        return Config.model_validate(
+            {
+                "store": {"uri": self.uri},
+                "cluster": {"kind": "gpu", "gpus": 1},
+                "mode": "incremental",
+                "job": {"width": self.width},
+            }
+        )
+
     def generation(self, number: int = 1) -> GenerationPaths:
         return GenerationPaths("job", "nightly", number)
 
@@ -128,14 +139,6 @@ class World:
         self, tick: str, *, before_work: Callable[[], None] = lambda: None, faults: Sequence[str] = (), **options: Any
     ) -> RunResult:
         store = self.store
-        config = Config.model_validate(
-            {
-                "store": {"uri": self.uri},
-                "cluster": {"kind": "gpu", "gpus": 1},
-                "mode": "incremental",
-                "job": {"width": self.width},
-            }
-        )
 
         @contextlib.contextmanager
         def owned(paths: TickPaths, take_over: bool) -> Iterator[Attempt]:
@@ -144,7 +147,7 @@ class World:
 
         asked = RunOptions("nightly", parse_faults(faults), as_of=parse_tick(tick), **options)
         with armed_driver(asked.faults, None, store, None):
-            return run_tick(self.job, config, asked, store, input_options={}, owned=owned)
+            return run_tick(self.job, self.config, asked, store, input_options={}, owned=owned)
 
     def write(self, name: str, *ids: int) -> Path:
         self.inputs.mkdir(parents=True, exist_ok=True)
