@@ -112,6 +112,7 @@ class TrainGroups:
         self._spares = run.reservation is not None and run.settings(stage.name).spare is not False
         self._at_work: TrainGroup | None = None
         self._spare: TrainGroup | None = None
+        self._dropped: list[TrainGroup] = []
 
     def take(self) -> TrainGroup:
         """The group to give work to: the one kept ready if it lives, else a new one."""
@@ -138,16 +139,17 @@ class TrainGroups:
             self._spare.dismiss()
 
     def drop(self) -> None:
-        """Ends the one kept ready, for instance because it stands on hosts that are lost."""
+        """Has the one kept ready end, and forgets it: it stands on hosts that are lost. ``close`` waits for it."""
         if self._spare is not None:
-            self._spare.end()
+            self._spare.dismiss()
+            self._dropped.append(self._spare)
             self._spare = None
 
     def close(self) -> None:
         """Ends all."""
         self.drop()
-        if self._at_work is not None:
-            self._at_work.end()
+        for group in [*self._dropped, *([self._at_work] if self._at_work else [])]:
+            group.end()
 
 
 def _scaling(run: StageRun) -> ScalingConfig:
