@@ -143,6 +143,7 @@ def test_the_guide_has_every_option_of_a_declaration():
             "JsonLines",
             "Parquet",
             "Buckets",
+            "Pretrained",
             "Every",
             "OnPreemption",
         )

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tpupipe.config import Config
 from tpupipe.data.buckets import Buckets
+from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sources import Files, JsonLines, Parquet
 from tpupipe.errors import DataError, RunChangedError, StoreDeniedError
 from tpupipe.identity import code_fingerprint, differences, identify, settle_identity
@@ -130,6 +131,7 @@ def test_where_a_run_executes_is_no_part_of_it(job, changes):
         ("lm", {"seed": 1}),
         ("lm", {"shuffle": False}),
         ("score", {"buckets": Buckets(lengths=(8, 32))}),
+        ("score", {"buckets": Buckets.auto(max=4)}),
         ("score", {"buckets": None}),
         ("score", {"keep": ("text",)}),
         ("score", {"ragged_outputs": ("nll",)}),
@@ -184,6 +186,20 @@ def test_a_changed_input_is_noticed_under_the_same_name(job, tmp_path):
     (tmp_path / "c.txt").write_text("c")
     assert identity(job).inputs["tokens"] != after.inputs["tokens"]
     assert identity(job).inputs["score"] == after.inputs["score"]
+
+
+def test_pretrained_parameters_are_inputs(job, tmp_path):
+    """Other bytes are noticed under the same default name; the same bytes elsewhere are the same run."""
+    (tmp_path / "model").write_bytes(b"one")
+    (tmp_path / "moved").write_bytes(b"one")
+    before = identity(changed(job, "score", params=Pretrained(tmp_path / "model", init)))
+    assert identity(changed(job, "score", params=Pretrained(tmp_path / "moved", init))) == before
+    (tmp_path / "model").write_bytes(b"two")
+    after = identity(changed(job, "score", params=Pretrained(tmp_path / "model", init)))
+    assert after.default_run == before.default_run
+    assert list(differences(asdict(before), asdict(after))) == ["inputs.score.params"]
+    with pytest.raises(DataError, match="no such"):
+        identity(changed(job, "score", params=Pretrained(tmp_path / "no such", init)))
 
 
 def test_no_input_is_an_error(job, tmp_path):
@@ -338,6 +354,7 @@ def test_every_function_of_a_job_counts(job, package):
         ("lm", {"params": clean}),
         ("score", {"apply": two}),
         ("score", {"map": clean}),
+        ("score", {"params": Pretrained("model", clean)}),
     ):
         assert code_fingerprint(changed(job, stage, **changes)) != first, (stage, changes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpupipe import Buckets, Every, Files, Infer, Job, OnPreemption, Preprocess, Train
+from tpupipe import Buckets, Every, Files, Infer, Job, OnPreemption, Preprocess, Pretrained, Quarantine, Train
 from tpupipe.errors import JobError
 from tpupipe.job import default_params
 
@@ -133,6 +133,9 @@ def test_train(changes, says):
         ({"params": None}, "params=None must be"),
         ({"ragged_outputs": ("nll",)}, "ragged_outputs needs buckets"),
         ({"batch_rows": 0}, "batch_rows=0"),
+        ({"bad_rows": "quarantine"}, "bad_rows='quarantine' is not known"),
+        ({"recompile": "never"}, "recompile='never' is not known"),
+        ({"buckets": Buckets(too_long="quarantine")}, "needs bad_rows=Quarantine"),
     ],
 )
 def test_infer(changes, says):
@@ -200,9 +203,43 @@ def test_params_by_uri_need_no_stage():
     assert Job("job", [Infer(**(I | {"params": "gs://b/x/job/run/stages/lm"}))]).stage_names == ("score",)
 
 
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5, None])
+def test_quarantine_needs_a_limit(limit):
+    """A whole number of rows, at least 1."""
+    with pytest.raises(JobError, match=r"Quarantine\(max="):
+        Quarantine(max=limit)
+
+
 def test_builtins_without_a_signature_are_taken():
     """They are checked when they are called."""
     assert Preprocess(**(P | {"map": dict})).map is dict
+
+
+def test_pretrained_params_need_no_stage_and_no_file_yet():
+    """Declared without looking: one path or several, text or Path; load takes as many arguments."""
+    assert Pretrained(Path("/nowhere/m"), len).files == ("/nowhere/m",)
+    pretrained = Pretrained(["gs://b/one", "gs://b/two"], lambda one, two: (one, two))
+    assert pretrained.files == ("gs://b/one", "gs://b/two")
+    assert Job("job", [Infer(**(I | {"params": pretrained}))]).stage_names == ("score",)
+
+
+@pytest.mark.parametrize(
+    ("files", "load", "said"),
+    [
+        ([], len, "files=[]) must be"),
+        ("", len, "files='') must be"),
+        (None, len, "files=None) must be"),
+        (["a", 3], len, "files=['a', 3]) must be"),
+        (b"a", len, "files=b'a') must be"),
+        ("a", None, "load=None is not callable"),
+        (["a", "b"], lambda one: one, "load must take 2 positional"),
+    ],
+)
+def test_what_pretrained_refuses(files, load, said):
+    """When it is declared, with the value."""
+    with pytest.raises(JobError) as caught:
+        Pretrained(files, load)
+    assert said in str(caught.value)
 
 
 def test_default_params():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tpupipe.checkpoint.policy import Every, OnPreemption, SavePolicy
 from tpupipe.config import Config, StageConfig
 from tpupipe.data.sources import Files
 from tpupipe.errors import ConfigError, JobError, UsageError
-from tpupipe.job import Infer, Job, Preprocess, Train
+from tpupipe.job import Infer, Job, Preprocess, Quarantine, Train
 from tpupipe.resolve import call_build, configured, load_build, parameter_model, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -257,6 +258,17 @@ def test_on_preemption_stays():
     declared = [Every(steps=100), OnPreemption(min_notice_s=9)]
     job = configured(make_job(checkpoint=declared), world(lm={"checkpoint": {"steps": 5}}))
     assert SavePolicy.of(job.stage("lm").checkpoint).preemption_min_notice_s == 9
+
+
+def test_bad_rows_and_recompile_of_an_inference_stage():
+    """``quarantine`` keeps the job's limit where it has one; ``fail`` takes it away; a key left out changes nothing."""
+    score = configured(make_job(), world(score={"bad_rows": "quarantine", "recompile": "warn"})).stage("score")
+    assert (score.bad_rows, score.recompile) == (Quarantine(), "warn")
+    job = make_job()
+    limited = Job("job", [*job.stages[:-1], dataclasses.replace(job.stage("score"), bad_rows=Quarantine(max=7))])
+    assert configured(limited, world(score={"bad_rows": "quarantine"})).stage("score").bad_rows == Quarantine(max=7)
+    assert configured(limited, world(score={"bad_rows": "fail"})).stage("score").bad_rows == "fail"
+    assert configured(limited, world(score={"batch_rows": 3})).stage("score").bad_rows == Quarantine(max=7)
 
 
 def test_an_unknown_stage_and_wrong_keys_are_listed_together():

@@ -11,9 +11,10 @@ from typing import Any
 
 from tpupipe.checkpoint.policy import Every, OnPreemption
 from tpupipe.data.buckets import Buckets
+from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sources import Files, JsonLines, Parquet
 from tpupipe.errors import TpupipeError
-from tpupipe.job import Infer, Job, Preprocess, Train
+from tpupipe.job import Infer, Job, Preprocess, Quarantine, Train
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,8 @@ __all__ = [
     "OnPreemption",
     "Parquet",
     "Preprocess",
+    "Pretrained",
+    "Quarantine",
     "TpupipeError",
     "Train",
     "main",

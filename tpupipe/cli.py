@@ -22,6 +22,7 @@ import tpupipe
 from tpupipe.cli_checkpoints import checkpoints_app
 from tpupipe.cli_common import console, errors
 from tpupipe.cli_drill import EPILOG, drill_command
+from tpupipe.cli_ticks import AsOf, Backfill, EveryOption, Reprocess, TickOptions, print_backfill, run_backfill
 from tpupipe.config import Config, environment
 from tpupipe.errors import ClusterError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
@@ -101,10 +102,15 @@ def run_command(
     store_faults: StoreFaultTexts = None,
     allow_change: AllowChange = False,
     take_over: TakeOver = False,
+    as_of: AsOf = None,
+    backfill: Backfill = None,
+    every: EveryOption = None,
+    reprocess: Reprocess = False,
 ) -> None:
     """Run a job, or resume it, to the end."""
     with _run_errors(as_json):
-        _run(load_build(job), config, overrides, name, as_json, faults, store_faults, allow_change, take_over)
+        ticks = TickOptions(as_of, backfill, every, reprocess)
+        _run(load_build(job), config, overrides, name, as_json, faults, store_faults, allow_change, take_over, ticks)
 
 
 def job_main(build: Build) -> None:
@@ -121,10 +127,15 @@ def job_main(build: Build) -> None:
         store_faults: StoreFaultTexts = None,
         allow_change: AllowChange = False,
         take_over: TakeOver = False,
+        as_of: AsOf = None,
+        backfill: Backfill = None,
+        every: EveryOption = None,
+        reprocess: Reprocess = False,
     ) -> None:
         with _run_errors(as_json):
             refuse_early_jax("the job's module")
-            _run(build, config, overrides, name, as_json, faults, store_faults, allow_change, take_over)
+            ticks = TickOptions(as_of, backfill, every, reprocess)
+            _run(build, config, overrides, name, as_json, faults, store_faults, allow_change, take_over, ticks)
 
     script()
 
@@ -139,15 +150,23 @@ def _run(
     store_faults: list[str] | None,
     allow_change: bool,
     take_over: bool,
+    ticks: TickOptions,
 ) -> None:
-    options = RunOptions(
-        name, parse_faults(faults or ()), allow_change, take_over, StoreFaults.parse(*(store_faults or ()))
+    options = ticks.of_one(
+        RunOptions(name, parse_faults(faults or ()), allow_change, take_over, StoreFaults.parse(*(store_faults or ())))
     )
     job, config = resolve(build, config_files, overrides or ())
     _logs(config)
     _ship_by_value(build)
     with redirect_stdout(sys.stderr):  # Ray prints warnings of the cluster's to stdout
-        result = run(job, config, options)
+        if ticks.backfill is None:
+            results = [run(job, config, options)]
+        else:
+            results = run_backfill(ticks, config, options, lambda asked: run(job, config, asked))
+    if ticks.backfill is not None:
+        print_backfill(results, console(), as_json=as_json)
+        return
+    [result] = results
     if as_json:
         typer.echo(result.to_json())
     else:
@@ -169,7 +188,8 @@ def _ship_by_value(build: Build) -> None:
 
 def print_result(result: RunResult, screen: Console) -> None:
     """The final table, and where the outputs are."""
-    table = Table(title=f"{result.job} / {result.run}: {result.status}", title_justify="left")
+    tick = f" @ {result.tick}" if result.tick else ""
+    table = Table(title=f"{result.job} / {result.run}{tick}: {result.status}", title_justify="left")
     for heading in ("stage", "status", "done", "resumed from", "rows in", "rows out", "seconds", "result"):
         table.add_column(heading)
     for name, stage in result.stages.items():
@@ -191,6 +211,7 @@ def print_result(result: RunResult, screen: Console) -> None:
 
 def _facts(stage: Any) -> str:
     shown = [f"{name} {value:.4g}" for name, value in stage.get("metrics", {}).items()]
+    shown += [f"{kind} {stage[f'rows_{kind}']}" for kind in ("quarantined", "truncated") if stage.get(f"rows_{kind}")]
     if stage.get("params_digest"):
         shown.append(f"params {stage['params_digest'][:12]}")
     if stage.get("sample_digest"):

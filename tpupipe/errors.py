@@ -171,3 +171,11 @@ class UserCodeError(StageError):
 
 class BudgetExceededError(StageError):
     """A failure budget is used up. ``data``: ``kind``, ``failures``, ``allowed``."""
+
+
+class UnitsSetAsideError(StageError):
+    """Units failed too often and were set aside; all others are committed. ``data``: ``stage``, ``units`` (id to error)."""
+
+
+class BadRowError(UserCodeError):
+    """A row cannot be used. ``data``: ``stage``, ``unit``, ``row`` (of its input), ``path``, ``over_limit``."""

@@ -9,15 +9,15 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tpupipe.config import Config, canonical, config_hash
+from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sample import parse_sample, sample_units
-from tpupipe.data.sources import Source, fingerprint_units
+from tpupipe.data.sources import Source, Unit, fingerprint_units
 from tpupipe.errors import DataError, ObjectExistsError, RunChangedError
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.store.layout import RunPaths
@@ -34,7 +34,7 @@ class Identity:
         job: The job's name.
         parameters: The ``job:`` section.
         stages: What decides each stage's result, by stage.
-        inputs: Fingerprint of each stage's sampled inputs.
+        inputs: Fingerprint of each stage's sampled inputs, and as ``<stage>.params`` of its ``Pretrained`` files.
         sample: Exact fraction of the input.
         code: sha256 over the sources of the modules that the job's functions come from.
     """
@@ -56,18 +56,51 @@ class Identity:
         return f"r-{config_hash(named)[:10]}"
 
 
-def identify(job: Job, config: Config, *, input_options: Mapping[str, Any]) -> Identity:
-    """Computes the identity; lists the inputs, reads none.
+def plan_inputs(job: Job, config: Config, input_options: Mapping[str, Any]) -> dict[Source, Sequence[Unit]]:
+    """Lists each source of the job once, as the units of its sample. What is planned and what is compared is the same.
 
     Raises:
         DataError: A source has no input.
     """
     fraction = parse_sample(config.sample)
+    planned: dict[Source, Sequence[Unit]] = {}
+    for _, source in _sources(job):
+        if source not in planned:
+            units = source.units(storage_options=input_options)
+            if not units:
+                raise DataError(f"{source!r} has no input.", hint="Look at the pattern.")
+            planned[source] = sample_units(units, fraction) if fraction != 1 else units
+    return planned
+
+
+def identify(
+    job: Job,
+    config: Config,
+    *,
+    input_options: Mapping[str, Any],
+    inputs: Mapping[Source, Sequence[Unit]] | None = None,
+) -> Identity:
+    """Computes the identity; lists the inputs, reads none of them but pretrained parameters.
+
+    Args:
+        job: The declaration.
+        config: The configuration.
+        input_options: fsspec's options for opening inputs.
+        inputs: What ``plan_inputs`` gave, to list nothing again. Sources that are not in it are no part of the identity.
+
+    Raises:
+        DataError: A source has no input, or a file of pretrained parameters does not exist.
+    """
+    planned = plan_inputs(job, config, input_options) if inputs is None else inputs
+    fingerprints = {name: fingerprint_units(planned[source]) for name, source in _sources(job) if source in planned}
+    for stage in job.stages:
+        if isinstance(stage, Infer) and isinstance(stage.params, Pretrained):
+            fingerprints[f"{stage.name}.params"] = stage.params.read(input_options)[1]
     return Identity(
         job=job.name,
         parameters=canonical(config.job),
         stages={stage.name: _result_options(stage) for stage in job.stages},
-        inputs={name: _inputs(source, fraction, input_options) for name, source in _sources(job)},
+        inputs=fingerprints,
         sample=config.sample,
         code=code_fingerprint(job),
     )
@@ -78,13 +111,6 @@ def _sources(job: Job) -> Iterator[tuple[str, Source]]:
         source = stage.source if isinstance(stage, Preprocess) else stage.data if isinstance(stage, Infer) else None
         if isinstance(source, Source):
             yield stage.name, source
-
-
-def _inputs(source: Source, fraction: Fraction, input_options: Mapping[str, Any]) -> str:
-    units = source.units(storage_options=input_options)
-    if not units:
-        raise DataError(f"{source!r} has no input.", hint="Look at the pattern.")
-    return fingerprint_units(sample_units(units, fraction) if fraction != 1 else units)
 
 
 def _result_options(stage: Preprocess | Train | Infer) -> dict[str, Any]:
@@ -112,7 +138,7 @@ def _result_options(stage: Preprocess | Train | Infer) -> dict[str, Any]:
             return {
                 "kind": "infer",
                 "source": stage.data if isinstance(stage.data, str) else _reading(stage.data),
-                "params": stage.params,
+                "params": stage.params if isinstance(stage.params, str) else "pretrained",
                 "buckets": json.loads(json.dumps(buckets)),
                 "keep": list(stage.keep),
                 "ragged_outputs": list(stage.ragged_outputs),
@@ -140,6 +166,7 @@ def code_fingerprint(job: Job) -> str:
         for name in ("map", "dataset", "init", "step", "params", "sharding", "apply")
         if callable(function := getattr(stage, name, None))
     ]
+    functions += [s.params.load for s in job.stages if isinstance(s, Infer) and isinstance(s.params, Pretrained)]
     digest = hashlib.sha256()
     files: set[Path] = set()
     for wrapped in functions:

@@ -10,10 +10,11 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tpupipe.checkpoint.policy import Every, OnPreemption, Policy, SavePolicy
-from tpupipe.data.buckets import Buckets
+from tpupipe.data.buckets import AutoBuckets, Buckets
+from tpupipe.data.pretrained import Pretrained
 from tpupipe.data.sources import Source
 from tpupipe.errors import JobError
 
@@ -174,6 +175,21 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Quarantine:
+    """Rows that cannot be used are set aside with an error record each, instead of failing the stage.
+
+    Args:
+        max: Rows of the whole stage that may be set aside; one more fails the run.
+    """
+
+    max: int = 1000
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max, bool) or not isinstance(self.max, int) or self.max < 1:
+            raise JobError(f"Quarantine(max={self.max!r}) must be a whole number of at least 1.")
+
+
+@dataclass(frozen=True)
 class Infer:
     """Runs a model over every input row exactly once, one Parquet object per unit.
 
@@ -181,35 +197,42 @@ class Infer:
         name: Stage name, unique in the job.
         data: A source, or the name of an earlier ``Preprocess`` stage.
         params: Name of an earlier ``Train`` stage, or the URI of a training stage's folder or of one checkpoint
-            in a store: ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<checkpoint>]``.
+            in a store: ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<checkpoint>]``, or ``Pretrained(files, load)``.
         init: Where ``params`` is a URI: ``init(key) -> state`` of the stage that trained them. It is only traced,
             for the structure of the state.
         apply: ``apply(params, batch) -> outputs``, pure; jitted once per bucket. ``batch``
             maps columns to ``[B, ...]`` (the bucketed column padded to ``[B, L]``), plus
             ``mask``: ``bool[B]`` and, with buckets, ``lengths``: ``int32[B]``. Each output has
             leading dimension B; rows come back in input order.
-        map: ``map(batch) -> batch`` over the rows of one unit before the model. May change the
-            number of rows only if it returns the columns needed to tell them apart.
-        buckets: Declared static lengths for the ragged column; without it every column must
-            be rectangular.
+        map: ``map(batch) -> batch`` over rows of one unit (a large unit comes in several batches) before the model.
+            May change the number of rows only if it returns the columns needed to tell them apart.
+        buckets: Declared static lengths for the ragged column, or ``Buckets.auto(...)`` to have them chosen from
+            the data; without it every column must be rectangular.
         batch_rows: Rows per compiled batch where ``buckets`` does not say.
         keep: Columns of the mapped rows copied to the output beside the model's.
         ragged_outputs: Outputs ``[B, L, ...]`` with a value per padded position: each row keeps its own length of
             them. All other outputs are kept whole.
+        bad_rows: What becomes of a row that ``map`` raises on: ``"fail"`` fails its unit and names it,
+            ``Quarantine(max=...)`` sets it aside with an error record. With it, ``Buckets(too_long="quarantine")`` sets
+            aside rows that are too long.
+        recompile: ``"forbid"``: rows of a shape or dtype that the first ones did not have are an error;
+            ``"warn"``: they cost a compilation, which is counted.
 
     Every output row also carries ``unit`` (its work unit) and ``row`` (its number in it), which name it for good.
     """
 
     name: str
     data: Source | str
-    params: str
+    params: str | Pretrained
     apply: Callable[[Any, Batch], Mapping[str, Any]]
     map: Callable[[Batch], Batch] | None = None
-    buckets: Buckets | None = None
+    buckets: Buckets | AutoBuckets | None = None
     batch_rows: int = 64
     keep: tuple[str, ...] = ()
     ragged_outputs: tuple[str, ...] = ()
     init: Callable[[Any], Any] | None = None
+    bad_rows: Literal["fail"] | Quarantine = "fail"
+    recompile: Literal["forbid", "warn"] = "forbid"
 
     def __post_init__(self) -> None:
         _check_name("stage", self.name)
@@ -221,17 +244,34 @@ class Infer:
                 f"stage {self.name!r}: data={self.data!r} is neither a source nor a stage name.",
                 hint="Files(pattern), Parquet(pattern), JsonLines(pattern), or the name of a Preprocess stage.",
             )
-        if not isinstance(self.params, str) or not self.params:
-            raise JobError(f"stage {self.name!r}: params={self.params!r} must be a stage name or a checkpoint URI.")
+        if not isinstance(self.params, (str, Pretrained)) or not self.params:
+            raise JobError(
+                f"stage {self.name!r}: params={self.params!r} must be a stage name, a checkpoint URI or Pretrained(...)."
+            )
         if self.init is not None:
             _check_callable(self.name, "init", self.init, 1)
         _check_names(self.name, "keep", self.keep)
         _check_names(self.name, "ragged_outputs", self.ragged_outputs)
-        if self.buckets is not None and not isinstance(self.buckets, Buckets):
-            raise JobError(f"stage {self.name!r}: buckets={self.buckets!r} must be Buckets(lengths=(...)).")
+        if self.buckets is not None and not isinstance(self.buckets, (Buckets, AutoBuckets)):
+            raise JobError(
+                f"stage {self.name!r}: buckets={self.buckets!r} must be Buckets(lengths=(...)) or Buckets.auto(...)."
+            )
         if self.ragged_outputs and self.buckets is None:
             raise JobError(f"stage {self.name!r}: ragged_outputs needs buckets: without them rows have no length.")
         _check_positive(self.name, batch_rows=self.batch_rows)
+        if self.bad_rows != "fail" and not isinstance(self.bad_rows, Quarantine):
+            raise JobError(
+                f"stage {self.name!r}: bad_rows={self.bad_rows!r} is not known.", hint='"fail" or Quarantine(max=1000).'
+            )
+        if self.recompile not in ("forbid", "warn"):
+            raise JobError(
+                f'stage {self.name!r}: recompile={self.recompile!r} is not known; allowed: "forbid", "warn".'
+            )
+        if self.buckets is not None and self.buckets.too_long == "quarantine" and self.bad_rows == "fail":
+            raise JobError(
+                f'stage {self.name!r}: Buckets(too_long="quarantine") needs bad_rows=Quarantine(max=...).',
+                hint="It says how many rows may be set aside.",
+            )
 
 
 Stage: TypeAlias = Preprocess | Train | Infer
@@ -276,7 +316,7 @@ class Job:
                 raise JobError(f"job {self.name!r}: two stages are named {stage.name!r}.")
             if isinstance(stage, Train) or (isinstance(stage, Infer) and isinstance(stage.data, str)):
                 _check_reference(stage.name, "data", str(stage.data), Preprocess, before)
-            if isinstance(stage, Infer) and "/" not in stage.params:
+            if isinstance(stage, Infer) and isinstance(stage.params, str) and "/" not in stage.params:
                 _check_reference(stage.name, "params", stage.params, Train, before)
             before[stage.name] = stage
 

@@ -20,7 +20,7 @@ from tpupipe.config import Config, StageConfig, job_parameters, load_config
 from tpupipe.errors import ConfigError, JobError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_fault
 from tpupipe.faults.store_faults import StoreFault
-from tpupipe.job import Infer, Job, Preprocess, Stage, Train
+from tpupipe.job import Infer, Job, Preprocess, Quarantine, Stage, Train
 
 Build = Callable[..., Job]
 
@@ -34,14 +34,17 @@ _KEYS: dict[str, tuple[type[Stage], ...]] = {
     "log_every_s": (Train,),
     "mesh": (Train,),
     "sharding": (Train,),
+    "spare": (Train,),
     "chunk_rows": (Preprocess,),
     "batch_rows": (Infer,),
+    "bad_rows": (Infer,),
+    "recompile": (Infer,),
     "concurrency": (Preprocess, Infer),
     "stall_timeout_s": (Preprocess, Train, Infer),
     "compile_timeout_s": (Train,),
     "restore_timeout_s": (Train,),
 }
-_DECLARED = ("batch_size", "seed", "mesh", "sharding", "chunk_rows", "batch_rows")
+_DECLARED = ("batch_size", "seed", "mesh", "sharding", "chunk_rows", "batch_rows", "recompile")
 
 
 def load_build(module_name: str) -> Build:
@@ -203,6 +206,9 @@ def _changed(stage: Stage, settings: StageConfig | None) -> Stage:
             changes |= {"epochs": settings.epochs, "steps": None}
         if settings.checkpoint is not None:
             changes["checkpoint"] = _checkpoint(stage, settings)
+    if isinstance(stage, Infer) and settings.bad_rows is not None:
+        declared = stage.bad_rows if isinstance(stage.bad_rows, Quarantine) else Quarantine()
+        changes["bad_rows"] = declared if settings.bad_rows == "quarantine" else "fail"
     return dataclasses.replace(stage, **changes)
 
 

@@ -9,24 +9,27 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tpupipe.config import Config, Environment, environment, process_variables
 from tpupipe.data.sample import parse_sample
-from tpupipe.errors import FencedError, InterruptedRunError, StageError, StoreError, TpupipeError
+from tpupipe.data.sources import Source, Unit
+from tpupipe.errors import FencedError, InterruptedRunError, StageError, StoreError, TpupipeError, UsageError
 from tpupipe.faults.driver import armed_driver, check_faults, counted, failing_store
 from tpupipe.faults.plan import Fault, parse_faults
 from tpupipe.faults.points import point
 from tpupipe.faults.store_faults import StoreFaults
 from tpupipe.hardware.slices import SliceSpec
-from tpupipe.identity import Identity, check_identity, identify, settle_identity
+from tpupipe.identity import Identity, check_identity, identify, plan_inputs, settle_identity
+from tpupipe.incremental import check_incremental, run_tick
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.ledger.events import EventLog
 from tpupipe.local.server import embedded_store
 from tpupipe.stages.finished import finished
 from tpupipe.stop import StopRequest
-from tpupipe.store.layout import RunPaths
+from tpupipe.store.layout import RunPaths, TickPaths
 from tpupipe.store.lease import Lease, acquire
 from tpupipe.store.objects import Store, open_store
 from tpupipe.store.owner import Owner
@@ -45,6 +48,9 @@ class RunOptions:
         allow_change: Go on with a run although its job, inputs or code changed, and record it.
         take_over: Take the run from a driver that holds it.
         store_faults: Faults of the emulated store to inject; those of the configuration come after them.
+        as_of: Incremental: the tick; by default now, truncated to ``schedule.every``.
+        reprocess: Incremental: make a new generation of partitions, from all inputs.
+        backfilled: Incremental: the tick takes only inputs that were modified up to its time.
     """
 
     name: str | None = None
@@ -52,6 +58,9 @@ class RunOptions:
     allow_change: bool = False
     take_over: bool = False
     store_faults: StoreFaults = field(default_factory=StoreFaults)
+    as_of: datetime | None = None
+    reprocess: bool = False
+    backfilled: bool = False
 
     def with_configured_faults(self, config: Config) -> RunOptions:
         """With the faults of the configuration appended.
@@ -80,6 +89,8 @@ class RunResult:
         seconds: This attempt's, by kind, over all stages, with waiting and starting of the run itself.
         error: The message, if the attempt failed.
         error_kind: The error's class.
+        tick: Incremental: the tick; ``run`` is the dataset then.
+        generation: Incremental: the generation of the dataset.
     """
 
     job: str
@@ -91,6 +102,8 @@ class RunResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     error_kind: str | None = None
+    tick: str | None = None
+    generation: int | None = None
 
     def to_json(self) -> str:
         """One JSON object on one line."""
@@ -116,8 +129,9 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
     """
     options = (options or RunOptions()).with_configured_faults(config)
     env = environment()
-    check_before_anything(job, config)
+    check_before_anything(job, config, options)
     check_faults(options.faults, options.store_faults, config, env.emulator)
+    fired: dict[int, list[dict[str, str]]] = {}  # over all ticks of this driver
     with (
         StopRequest().on_signals() as stop,
         endpoint_of(config, env) as upstream,
@@ -129,37 +143,54 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
         )
         worker_environment = {**env.storage, **process_environment(endpoint, config.store.timeout_s)}
         with process_variables(worker_environment):
-            identity = identify(job, config, input_options=input_options(endpoint))
+
+            @contextlib.contextmanager
+            def owned(paths: RunPaths, take_over: bool) -> Iterator[Attempt]:
+                with (
+                    _lease(store, paths, take_over, stop) as lease,
+                    EventLog(store, paths, lease.epoch) as log,
+                    armed_driver(options.faults, log, store, paths, fired),
+                    counted(proxy, log),
+                ):
+                    yield Attempt(
+                        job=job,
+                        config=config,
+                        options=options,
+                        env=env,
+                        store=store,
+                        paths=paths,
+                        lease=lease,
+                        log=log,
+                        stop=stop,
+                        endpoint=endpoint,
+                        worker_environment=worker_environment,
+                    )
+
+            if config.mode == "incremental":
+                with armed_driver(options.faults, None, store, None, fired):
+                    return run_tick(job, config, options, store, input_options=input_options(endpoint), owned=owned)
+            inputs = plan_inputs(job, config, input_options(endpoint))
+            identity = identify(job, config, input_options=input_options(endpoint), inputs=inputs)
             paths = RunPaths(job.name, options.name or identity.default_run)
             check_identity(store, paths, identity, allow_change=options.allow_change)
-            with (
-                _lease(store, paths, options, stop) as lease,
-                EventLog(store, paths, lease.epoch) as log,
-                armed_driver(options.faults, log, store, paths),
-                counted(proxy, log),
-            ):
-                attempt = Attempt(
-                    job=job,
-                    config=config,
-                    options=options,
-                    env=env,
-                    store=store,
-                    paths=paths,
-                    lease=lease,
-                    log=log,
-                    stop=stop,
-                    endpoint=endpoint,
-                    worker_environment=worker_environment,
-                )
+            with owned(paths, options.take_over) as attempt:
+                attempt.inputs = inputs
                 return attempt.execute(identity)
 
 
-def check_before_anything(job: Job, config: Config) -> None:
+def check_before_anything(job: Job, config: Config, options: RunOptions) -> None:
     """Refuses what cannot work, before anything is reserved, started or written.
 
     Raises:
-        UsageError: The slice does not exist, or a stage does not fit it.
+        UsageError: The slice does not exist, a stage does not fit it, or an option or a stage does not fit the mode.
     """
+    if config.mode == "incremental":
+        check_incremental(job)
+    elif options.as_of is not None or options.reprocess or options.backfilled:
+        raise UsageError(
+            "--as-of, --reprocess and --backfill are for mode: incremental, and it is full.",
+            hint="--set mode=incremental, or leave them out.",
+        )
     spec = config.cluster.slice_spec()
     if spec is None:
         return
@@ -188,6 +219,8 @@ class Attempt:
         stop: Whether somebody asked the run to end.
         endpoint: Emulated Cloud Storage, or ``None``.
         worker_environment: Variables for every worker process.
+        inputs: The units of each source.
+        settle_params: See ``StageRun``.
     """
 
     job: Job
@@ -201,6 +234,8 @@ class Attempt:
     stop: StopRequest
     endpoint: str | None
     worker_environment: Mapping[str, str]
+    inputs: Mapping[Source, Sequence[Unit]] = field(default_factory=dict)
+    settle_params: Callable[[str, str], None] = lambda _stage, _fingerprint: None
     stages: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     waiting_s: float = 0.0
     starting_s: float = 0.0
@@ -237,6 +272,13 @@ class Attempt:
         else:
             self.store.put(self.paths.result, result.to_json().encode())
         return result
+
+    def complete(self) -> RunResult:
+        """The result of a run that is complete already; nothing is compared, reserved or written."""
+        found = {stage.name: finished(stage, self.store, self.paths) for stage in self.job.stages}
+        self.stages = {name: asdict(result) for name, result in found.items() if result is not None}
+        self._say("complete already: nothing to do")
+        return self._result("done")
 
     def _work(self, identity: Identity) -> None:
         for stage in self.job.stages:
@@ -307,6 +349,8 @@ class Attempt:
             endpoint=self.endpoint,
             input_options=input_options(self.endpoint),
             code=identity.code,
+            inputs=self.inputs,
+            settle_params=self.settle_params,
         )
         for stage in self.job.stages:
             if self.stages[stage.name]["status"] == "done":
@@ -342,6 +386,8 @@ class Attempt:
             seconds={kind: round(value, 3) for kind, value in kinds.items()},
             error=None if error is None else error.message,
             error_kind=None if error is None else type(error).__name__,
+            tick=self.paths.date if isinstance(self.paths, TickPaths) else None,
+            generation=self.paths.number if isinstance(self.paths, TickPaths) else None,
         )
 
     def _ended(self, status: str, error: TpupipeError) -> TpupipeError:
@@ -360,7 +406,8 @@ class Attempt:
             ours = False
             logger.warning("The result is not kept in the run's folder: %s", failed.message)
         if status == "interrupted":
-            resume = f"the same command with --run {self.paths.run} resumes"
+            tick = f" --as-of {self.paths.date}" if isinstance(self.paths, TickPaths) else ""
+            resume = f"the same command with --run {self.paths.run}{tick} resumes"
             self.stages = {n: {**s, "status": status} if s["status"] == "failed" else s for n, s in self.stages.items()}
             error.hint = error.hint or f"{resume[0].upper()}{resume[1:]}."
         result = self._result(status, error)
@@ -403,12 +450,12 @@ def endpoint_of(config: Config, env: Environment) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def _lease(store: Store, paths: RunPaths, options: RunOptions, stop: StopRequest) -> Iterator[Lease]:
+def _lease(store: Store, paths: RunPaths, take_over: bool, stop: StopRequest) -> Iterator[Lease]:
     with acquire(
         store,
         paths,
         Owner.here(),
-        take_over=options.take_over,
+        take_over=take_over,
         on_wait=lambda _, waited_s: logger.info(
             "run %s: watching for a sign of life of its owner, %.0f s", paths.run, waited_s
         ),

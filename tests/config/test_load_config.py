@@ -64,6 +64,7 @@ def test_a_small_world_has_the_documented_defaults(write):
         "app_errors": 0,
         "store_failures": 8,
         "stalls": 3,
+        "unit_failures": 3,
     }
 
 

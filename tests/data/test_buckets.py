@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpupipe.data.buckets import Buckets, PackedBatch, pad, pad_rows, plan_batches, row_lengths
+from tpupipe.data.buckets import Buckets, PackedBatch, pad, plan_batches, row_lengths
+from tpupipe.data.ragged import Ragged
 from tpupipe.errors import DataError, JobError
 
 declarations = st.builds(
@@ -127,9 +128,9 @@ def test_which_column_decides():
 def test_rows_of_two_kinds_are_refused():
     """Rows of different dtypes or inner shapes are not silently converted."""
     with pytest.raises(DataError, match=r"int32.* and int64"):
-        pad_rows([np.ones(2, np.int32), np.ones(2, np.int64)], 4, 4)
+        Ragged.of([np.ones(2, np.int32), np.ones(2, np.int64)])
     with pytest.raises(DataError, match="share a dtype"):
-        pad_rows([np.ones((2, 3)), np.ones((2, 4))], 4, 4)
+        Ragged.of([np.ones((2, 3)), np.ones((2, 4))])
 
 
 @pytest.mark.parametrize(

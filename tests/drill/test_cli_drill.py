@@ -44,6 +44,7 @@ def call(tmp_path, monkeypatch):
         (["--plan", "none.yaml"], "'none.yaml' does not exist"),
         (["--junit", "no/such/folder/j.xml"], "there is no folder"),
         (["--set", "faults=[kill-worker@train.step]"], "the reference run must be undisturbed"),
+        (["--set", "mode=incremental"], "compares whole runs"),
         (["--set", "store_faults=['503@create']"], "the reference run must be undisturbed"),
         (["--set", "cluster.topolgy=2x4"], "nearest: topology"),
         (["--only", "corrupt-flip"], "nothing to fall back to"),

@@ -107,11 +107,17 @@ class Runner:
         )
 
     def __call__(
-        self, run_name: str, *, faults: tuple[str, ...] = (), job: Mapping[str, Any] | None = None, **sections: Any
+        self,
+        run_name: str,
+        *,
+        faults: tuple[str, ...] = (),
+        job: Mapping[str, Any] | None = None,
+        allow_change: bool = False,
+        **sections: Any,
     ) -> RunResult:
         config = self.config(job or {}, **sections)
         declared = configured(small.build(small.Params(**config.job)), config)
-        return run(declared, config, RunOptions(self.name + run_name, parse_faults(faults)))
+        return run(declared, config, RunOptions(self.name + run_name, parse_faults(faults), allow_change))
 
     @property
     def store(self) -> Store:

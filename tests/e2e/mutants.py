@@ -79,18 +79,19 @@ def _leave_out_a_batch() -> None:
 def _lose_a_row() -> None:
     from tpupipe.stages import infer_worker
 
-    run, commit = infer_worker.InferWorker._run, infer_worker.commit_unit
-    begun = [0]
+    windows, to_table = infer_worker.unit_windows, infer_worker.to_table
+    begun: dict[str, int] = {}
 
-    def counted(self: Any, unit: Any, index: int) -> Any:
-        begun[0] = self._plan.coordinator.count(f"mutant/{unit.id}")
-        return run(self, unit, index)
+    def counted(plan: Any, unit: Any) -> Any:
+        begun[unit.id] = plan.coordinator.count(f"mutant/{unit.id}")
+        return windows(plan, unit)
 
-    def commit_without_the_first(target: Any, unit: Any, index: int, table: Any, *, rows_in: int) -> Any:
-        return commit(target, unit, index, table.slice(1) if begun[0] > 1 else table, rows_in=rows_in)
+    def without_the_first(columns: Any) -> Any:
+        table = to_table(columns)
+        return table.slice(1) if begun[columns["unit"][0]] > 1 else table
 
-    infer_worker.InferWorker._run = counted  # type: ignore[method-assign]
-    infer_worker.commit_unit = commit_without_the_first  # type: ignore[assignment]
+    infer_worker.unit_windows = counted  # type: ignore[assignment]
+    infer_worker.to_table = without_the_first  # type: ignore[attr-defined]
 
 
 def build(cfg: Params) -> tpupipe.Job:

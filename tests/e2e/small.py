@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel
 
 import tpupipe
-from tpupipe import Every, Infer, JsonLines, OnPreemption, Preprocess, Train
+from tpupipe import Every, Infer, JsonLines, OnPreemption, Preprocess, Quarantine, Train
 
 
 class Params(BaseModel):
@@ -24,6 +25,9 @@ class Params(BaseModel):
     width: int = 8
     with_empty: bool = False
     score: bool = True
+    bad_id: int = -1
+    die_id: int = -1
+    quarantine: bool = False
 
 
 def keep_ids(batch: Any) -> Any:
@@ -36,6 +40,21 @@ def failing_map(_: Any) -> Any:
 
 def hang_for_ever() -> None:
     threading.Event().wait()
+
+
+class Picky:
+    """Keeps ids, but raises at one of them and dies at another."""
+
+    def __init__(self, bad_id: int, die_id: int) -> None:
+        self.bad_id, self.die_id = bad_id, die_id
+
+    def __call__(self, batch: Any) -> Any:
+        ids = np.asarray(batch["id"], np.int32)
+        if self.die_id in ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.bad_id in ids:
+            raise ValueError(f"id {self.bad_id} cannot be used")
+        return {"id": ids}
 
 
 class Model:
@@ -92,6 +111,14 @@ def build(cfg: Params) -> tpupipe.Job:
 
 def job(cfg: Params, lm: Model) -> tpupipe.Job:
     source = JsonLines(cfg.inputs, unit_bytes=300)
+    scores = Infer(
+        "scores",
+        data=source,
+        map=Picky(cfg.bad_id, cfg.die_id),
+        params="fit",
+        apply=lm.apply,
+        bad_rows=Quarantine(max=2) if cfg.quarantine else "fail",
+    )
     nothing = Infer("nothing", data=source, map=no_rows, params="fit", apply=lm.apply)
     return tpupipe.Job(
         "small",
@@ -114,7 +141,7 @@ def job(cfg: Params, lm: Model) -> tpupipe.Job:
                 mesh={"data": -1},
                 checkpoint=[Every(steps=cfg.every, keep=3), OnPreemption()],
             ),
-            *([Infer("scores", data=source, map=keep_ids, params="fit", apply=lm.apply)] if cfg.score else []),
+            *([scores] if cfg.score else []),
             *([nothing] if cfg.with_empty else []),
         ],
     )

@@ -1,4 +1,4 @@
-"""Units on a real store: which are pending, how one is committed, what a manifest says."""
+"""Units on a real store: how one is committed, what a manifest says."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import pytest
 
 from tpupipe.data.chunks import Manifest, decode_unit
 from tpupipe.data.sources import Unit
-from tpupipe.errors import FencedError, RunChangedError, StageError, StoreDeniedError
-from tpupipe.faults.points import arm
+from tpupipe.errors import FencedError, StageError
 from tpupipe.stages.units import (
     UnitTarget,
-    check_reused,
+    commit_errors,
     commit_unit,
-    read_all_committed,
     read_committed,
-    split_pending,
     write_manifest,
 )
 
@@ -41,37 +38,6 @@ def commit(target, number, *values, fingerprint=""):
     return commit_unit(target, unit(number, fingerprint), number, table(*values), rows_in=len(values) + 1)
 
 
-def test_nothing_committed_is_all_pending(run):
-    """Every unit, in order."""
-    units = [unit(n) for n in range(3)]
-    assert split_pending(run, STAGE, units) == (units, {})
-
-
-def test_committed_units_are_not_pending(run, target):
-    """Two of four are committed: the other two are pending, in input order; what is not of this input is ignored."""
-    units = [unit(n) for n in range(4)]
-    commit(target, 2, 1)
-    commit(target, 0, 1)
-    commit(target, 9, 1)
-    run.store.create(f"{run.paths.units(STAGE)}/README", b"foreign")
-    pending, present = split_pending(run, STAGE, units)
-    assert pending == [units[1], units[3]]
-    assert sorted(present) == [units[0].id, units[2].id]
-    assert split_pending(run, "tokens-2", units)[0] == units
-
-
-def test_a_listing_error_is_not_all_pending(run):
-    """Refused is refused."""
-
-    class Refuses:
-        def list(self, prefix):
-            raise StoreDeniedError(f"list {prefix}: 403.", operation="list")
-
-    run.store = Refuses()
-    with pytest.raises(StoreDeniedError):
-        split_pending(run, STAGE, [unit(0)])
-
-
 def test_a_commit_is_one_object_that_describes_itself(run, target):
     """Rows, chunks, fingerprints, lease epoch and sample are in the footer; the rows are the rows."""
     done = commit(target, 3, 10, 11, 12)
@@ -84,7 +50,6 @@ def test_a_commit_is_one_object_that_describes_itself(run, target):
     assert decode_unit(data)["x"].to_pylist() == [10, 11, 12]
     again = read_committed(run.store, run.store.info(name))
     assert (again.footer, again.schema, again.size_bytes) == (footer, done.schema, len(data))
-    assert read_all_committed(run.store, [run.store.info(name)] * 3) == [again] * 3
 
 
 def test_a_unit_committed_twice_counts_once(run, target):
@@ -114,40 +79,6 @@ def test_a_zombie_commits_nothing(run, target):
     with pytest.raises(FencedError):
         commit(target, 3, 10)
     assert not run.store.exists(run.paths.unit(STAGE, unit(3).id))
-
-
-def test_a_kill_between_commit_and_word_of_it_neither_loses_nor_doubles(run, target):
-    """The error strikes after the object exists: on the next try the unit is not pending."""
-
-    class KilledError(Exception):
-        pass
-
-    def strike(name, _):
-        if name == "unit.after_commit":
-            raise KilledError
-
-    arm(strike)
-    try:
-        with pytest.raises(KilledError):
-            commit(target, 0, 1, 2)
-    finally:
-        arm(None)
-    pending, present = split_pending(run, STAGE, [unit(0), unit(1)])
-    assert pending == [unit(1)]
-    assert list(present) == [unit(0).id]
-
-
-def test_reused_units_must_come_from_the_same_input(target):
-    """Same fingerprints pass; a changed input or parameter stops the run with the hint of another --run."""
-    reused = [commit(target, n, n) for n in range(3)]
-    units = [unit(n) for n in range(3)]
-    check_reused(STAGE, units, reused, "")
-    with pytest.raises(RunChangedError, match="other input") as caught:
-        check_reused(STAGE, [units[0], unit(1, "changed"), units[2]], reused, "")
-    assert caught.value.exit_status == 2
-    assert "--run" in caught.value.hint
-    with pytest.raises(RunChangedError, match="other parameters"):
-        check_reused(STAGE, units, reused, "p2")
 
 
 def test_a_manifest_lists_every_unit_once_in_input_order(run, target):
@@ -188,3 +119,45 @@ def test_a_zombie_completes_nothing(run, target):
     with pytest.raises(FencedError):
         write_manifest(run, STAGE, [unit(0)], done, {})
     assert not run.store.exists(run.paths.manifest(STAGE))
+
+
+def records(*values: str) -> pa.Table:
+    return pa.table({"error": pa.array(values, pa.string())})
+
+
+def test_error_records_are_the_same_object_under_any_lease(run, target):
+    """Written twice, the second time under a later lease: one object, the same bytes."""
+    commit_errors(target, unit(3), records("a"))
+    name = run.paths.unit_errors(STAGE, unit(3).id)
+    before = run.store.info(name)
+    run.lease.fence.check()
+    commit_errors(replace(target, fence=LaterFence(target.fence)), unit(3), records("a"))
+    assert run.store.info(name).generation == before.generation
+    assert decode_unit(run.store.read(name))["error"].to_pylist() == ["a"]
+
+
+def test_error_records_of_a_try_that_did_not_commit_are_replaced_and_of_one_that_did_are_not(run, target):
+    """The unit's own object decides which try counts."""
+    name = run.paths.unit_errors(STAGE, unit(3).id)
+    for value in ("first", "second"):
+        commit_errors(target, unit(3), records(value))
+        assert decode_unit(run.store.read(name))["error"].to_pylist() == [value]
+    commit(target, 3, 1)
+    commit_errors(target, unit(3), records("late"))
+    assert decode_unit(run.store.read(name))["error"].to_pylist() == ["second"]
+
+
+def test_a_zombie_writes_no_error_records(run, target):
+    """The lease is checked before."""
+    run.store.create(run.paths.lease(run.lease.epoch + 1), b"{}")
+    with pytest.raises(FencedError):
+        commit_errors(target, unit(3), records("a"))
+    assert not run.store.exists(run.paths.unit_errors(STAGE, unit(3).id))
+
+
+class LaterFence:
+    """The same fence with a later epoch, as the next driver's workers have it."""
+
+    def __init__(self, fence):
+        self.epoch = fence.epoch + 1
+        self.check = fence.check

@@ -1,14 +1,19 @@
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tpupipe.errors import UsageError
 from tpupipe.store.layout import (
+    GenerationPaths,
     RunPaths,
     checkpoint_name,
     parse_checkpoint,
+    parse_claim,
     parse_event_segment,
     parse_lease,
+    parse_tick_done,
     parse_unit,
 )
 from tpupipe.store.objects import check_object_name
@@ -108,3 +113,27 @@ def test_bad_unit_ids_are_refused(bad):
     """A unit id is one part of a name."""
     with pytest.raises(UsageError, match="is not a unit id"):
         PATHS.unit("tokens", bad)
+
+
+def test_a_tick_has_the_names_of_a_run_and_its_tables_units_elsewhere():
+    """One Hive partition per tick below the generation's table; everything else is the tick's own."""
+    generation = GenerationPaths("job", "nightly", 2)
+    root = "job/datasets/nightly/generations/0002"
+    assert generation.identity == f"{root}/run.json"
+    assert generation.tick_done("2026-11-30T02:00") == f"{root}/done/2026-11-30T02:00.json"
+    assert parse_tick_done(generation.tick_done("2026-11-30T02:00")) == "2026-11-30T02:00"
+    assert parse_tick_done(f"{root}/done/README") is None
+    assert parse_claim(generation.claim(7)) == 7
+    assert parse_claim(f"{root}/claims/7.parquet") is None
+    tick = pickle.loads(pickle.dumps(generation.tick("2026-11-30T02:00", ("scores",))))
+    assert tick.generation == generation
+    own = f"{root}/ticks/2026-11-30T02:00"
+    assert tick.lease(1) == f"{own}/lease/000001.json"
+    assert tick.manifest("scores") == f"{own}/stages/scores/manifest.json"
+    assert tick.unit("scores", "000000-ab") == f"{root}/tables/scores/date=2026-11-30T02:00/000000-ab.parquet"
+    assert tick.unit("tokens", "000000-ab") == f"{own}/stages/tokens/units/000000-ab.parquet"
+    assert (tick.outputs("scores"), tick.outputs("tokens")) == (f"{root}/tables/scores", f"{own}/stages/tokens")
+    assert tick.unit_errors("scores", "u") == f"{root}/errors/scores/date=2026-11-30T02:00/u.parquet"
+    assert tick.compile_cache == generation.compile_cache
+    with pytest.raises(UsageError):
+        GenerationPaths("job", "not/a/name", 1)

@@ -165,7 +165,9 @@ class StageConfig(_Section):
             default, in stages that have more than 20 s to go.
         chunk_rows: Preprocessing: rows of one chunk.
         batch_rows: Inference: rows of one padded batch.
-        concurrency: Preprocessing and inference: units at work at a time.
+        bad_rows: Inference: what becomes of rows that cannot be used; ``quarantine`` keeps the job's ``max``.
+        recompile: Inference: whether rows of another shape may cost a compilation.
+        concurrency: Preprocessing: units at work at a time. Inference: units in flight on each worker.
         stall_timeout_s: A step or unit that takes longer is a failure.
         compile_timeout_s: Training: the same for ``init`` and for compiling.
         restore_timeout_s: Training: the same for restoring a checkpoint.
@@ -182,6 +184,8 @@ class StageConfig(_Section):
     spare: bool | None = None
     chunk_rows: Count | None = None
     batch_rows: Count | None = None
+    bad_rows: Literal["fail", "quarantine"] | None = None
+    recompile: Literal["forbid", "warn"] | None = None
     concurrency: int | None = Field(default=None, ge=1, le=100_000)
     stall_timeout_s: Seconds | None = None
     compile_timeout_s: Seconds | None = None
@@ -216,6 +220,8 @@ class BudgetsConfig(_Section):
         app_errors: Exceptions of the job's own code; they rarely go away by trying again.
         store_failures: Times the store could not be reached, with all retries of the operation.
         stalls: Workers that made no progress for the time-out of what they did.
+        unit_failures: Failures of one and the same unit (exceptions, and deaths of a process that worked on nothing
+            else) after which it is set aside.
     """
 
     worker_failures: Failures = 3
@@ -225,6 +231,7 @@ class BudgetsConfig(_Section):
     app_errors: Failures = 0
     store_failures: Failures = 8
     stalls: Failures = 3
+    unit_failures: Annotated[int, Field(ge=1, le=1_000_000)] = 3
 
 
 class CostConfig(_Section):
@@ -253,12 +260,24 @@ class LogsConfig(_Section):
     format: Literal["text", "json"] = "text"
 
 
+class ScheduleConfig(_Section):
+    """The ticks of an incremental job.
+
+    Args:
+        every: Interval, ``15m``, ``1h``, ``1d``: what now is truncated to where no tick is named.
+    """
+
+    every: str = Field(default="1h", pattern=r"^[1-9]\d{0,5}[mhd]$")
+
+
 class Config(_Section):
     """One world a job can run in, and what it changes of the job.
 
     Args:
         store: Where everything goes; the only section besides ``cluster`` that has no default.
         cluster: Where the run executes.
+        mode: ``full`` (all inputs) or ``incremental`` (those that no earlier tick took).
+        schedule: The ticks of an incremental job.
         sample: Fraction of the input: ``"1%"``, ``0.01`` or ``"1/100"``, kept in one spelling.
         stages: Stage name -> what changes.
         budgets: Failures a run may survive.
@@ -273,6 +292,8 @@ class Config(_Section):
 
     store: StoreConfig
     cluster: ClusterConfig
+    mode: Literal["full", "incremental"] = "full"
+    schedule: ScheduleConfig = ScheduleConfig()
     sample: str = "100%"
     stages: dict[str, StageConfig] = Field(default_factory=dict)
     budgets: BudgetsConfig = BudgetsConfig()

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from tpupipe.data.ragged import Ragged
 from tpupipe.errors import DataError, JobError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+TooLong: TypeAlias = Literal["error", "truncate", "quarantine"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Buckets:
             With neither, the stage's own ``batch_rows`` decides.
         column: The ragged column whose length decides; may be left out when there is one.
         too_long: What becomes of a row longer than the longest bucket: ``"error"`` names it,
-            ``"truncate"`` keeps its beginning.
+            ``"truncate"`` keeps its beginning, ``"quarantine"`` sets it aside with an error record.
 
     Raises:
         JobError: An argument is not valid.
@@ -38,7 +41,7 @@ class Buckets:
     batch_rows: int | None = None
     batch_tokens: int | None = None
     column: str | None = None
-    too_long: Literal["error", "truncate"] = "error"
+    too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
         lengths: object = self.lengths
@@ -56,8 +59,25 @@ class Buckets:
             raise JobError(
                 f"Buckets(batch_tokens={self.batch_tokens}) holds no row of the longest bucket, {self.lengths[-1]}."
             )
-        if self.too_long not in ("error", "truncate"):
-            raise JobError(f'Buckets(too_long={self.too_long!r}) is not known; allowed: "error", "truncate".')
+        if self.too_long not in ("error", "truncate", "quarantine"):
+            raise JobError(
+                f'Buckets(too_long={self.too_long!r}) is not known; allowed: "error", "truncate", "quarantine".'
+            )
+
+    @staticmethod
+    def auto(
+        max: int = 8,  # noqa: A002 - Buckets.auto(max=8) reads as what it is
+        *,
+        longest: int | None = None,
+        multiple: int = 8,
+        sample_units: int = 8,
+        batch_rows: int | None = None,
+        batch_tokens: int | None = None,
+        column: str | None = None,
+        too_long: TooLong = "error",
+    ) -> AutoBuckets:
+        """Lengths chosen from the data when the stage first runs; see :class:`AutoBuckets`."""
+        return AutoBuckets(max, longest, multiple, sample_units, batch_rows, batch_tokens, column, too_long)
 
     def rows_for(self, length: int, *, default: int = 64, multiple: int = 1) -> int:
         """Rows of a batch of bucket ``length``.
@@ -75,6 +95,54 @@ class Buckets:
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise JobError(f"Buckets({name}={value!r}) must be whole numbers of at least 1.")
+
+
+@dataclass(frozen=True)
+class AutoBuckets:
+    """Buckets whose lengths are chosen from a sample of the rows; made by ``Buckets.auto``.
+
+    The lengths are those that pad the sampled rows to the fewest tokens. They are recorded in the run when the stage
+    first has something to do, and are the same from then on.
+
+    Args:
+        max: At most so many lengths.
+        longest: The longest bucket, whatever the sample holds: the most that the model takes. Without it that is the
+            longest sampled row, so a longer one may still come, and ``too_long`` decides about it.
+        multiple: Lengths are multiples of this (``longest`` stays as it is).
+        sample_units: Units whose rows are sampled, spread evenly over the pending ones. They are read and mapped
+            once more for it.
+        batch_rows: As for :class:`Buckets`.
+        batch_tokens: As for :class:`Buckets`.
+        column: As for :class:`Buckets`.
+        too_long: As for :class:`Buckets`.
+
+    Raises:
+        JobError: An argument is not valid.
+    """
+
+    max: int = 8
+    longest: int | None = None
+    multiple: int = 8
+    sample_units: int = 8
+    batch_rows: int | None = None
+    batch_tokens: int | None = None
+    column: str | None = None
+    too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("max", "multiple", "sample_units"):
+            _check_positive(name, getattr(self, name))
+        if self.longest is not None:
+            _check_positive("longest", self.longest)
+        self.with_lengths((self.longest or 1,))
+
+    def with_lengths(self, lengths: Sequence[int]) -> Buckets:
+        """The buckets with their lengths chosen.
+
+        Raises:
+            JobError: ``batch_tokens`` holds no row of the longest.
+        """
+        return Buckets(tuple(lengths), self.batch_rows, self.batch_tokens, self.column, self.too_long)
 
 
 @dataclass(frozen=True)
@@ -97,8 +165,8 @@ def plan_batches(
 ) -> list[PackedBatch]:
     """Puts every row in exactly one batch of the smallest bucket that holds it.
 
-    The rows left over in a short bucket move up into free places of a longer bucket's last
-    batch where there are enough, which saves the batch.
+    Rows are packed from the longest bucket down, so the free places of a bucket's last batch go to rows of
+    shorter buckets: only the last batch of the shortest bucket in use has padding rows.
 
     Args:
         lengths: ``int[N]``, length of every row; 0 is allowed.
@@ -110,15 +178,15 @@ def plan_batches(
         Batches by bucket, shortest first; rows ascending within a batch.
 
     Raises:
-        DataError: A row is too long and ``buckets.too_long`` is ``"error"``. ``data["rows"]``
-            holds the first few.
+        DataError: A row is too long and ``buckets.too_long`` is not ``"truncate"`` (rows that are set aside
+            must not be given). ``data["rows"]`` holds the first few.
     """
     import numpy as np
 
     sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
     bounds = np.asarray(buckets.lengths, dtype=np.int64)
     long = np.flatnonzero(sizes > bounds[-1])
-    if long.size and buckets.too_long == "error":
+    if long.size and buckets.too_long != "truncate":
         some = long[:5].tolist()
         raise DataError(
             f"{long.size} of {sizes.size} rows are longer than the longest bucket, {bounds[-1]}; "
@@ -127,23 +195,15 @@ def plan_batches(
             rows=some,
         )
     bucket_of = np.minimum(np.searchsorted(bounds, sizes, side="left"), len(bounds) - 1)
-    order = np.argsort(bucket_of, kind="stable")
-    ends = np.searchsorted(bucket_of[order], np.arange(len(bounds)), side="right")
-    members = [order[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    rows_of = [buckets.rows_for(int(length), default=default_rows, multiple=row_multiple) for length in bounds]
-
-    for i in range(len(members) - 1):
-        left = len(members[i]) % rows_of[i]
-        target = next((j for j in range(i + 1, len(members)) if 0 < left <= -len(members[j]) % rows_of[j]), None)
-        if target is not None:
-            cut = len(members[i]) - left
-            members[target] = np.sort(np.concatenate([members[target], members[i][cut:]]))
-            members[i] = members[i][:cut]
-    return [
-        PackedBatch(int(bounds[i]), rows[at : at + rows_of[i]].astype(np.int64), rows_of[i])
-        for i, rows in enumerate(members)
-        for at in range(0, len(rows), rows_of[i])
-    ]
+    order = np.argsort(-bucket_of, kind="stable")
+    batches = []
+    at = 0
+    while at < order.size:
+        length = int(bounds[bucket_of[order[at]]])
+        batch_rows = buckets.rows_for(length, default=default_rows, multiple=row_multiple)
+        batches.append(PackedBatch(length, np.sort(order[at : at + batch_rows]), batch_rows))
+        at += batch_rows
+    return sorted(batches, key=lambda batch: batch.bucket_length)
 
 
 # -- padding --------------------------------------------------------------------------------
@@ -232,57 +292,11 @@ def pad(columns: Mapping[str, NDArray[Any]], batch: PackedBatch, buckets: Bucket
     for name, values in taken.items():
         if is_ragged(values) or (name == buckets.column and values.ndim >= 2):
             truncate = buckets.too_long == "truncate"
-            padded[name] = pad_rows(
-                list(values), batch.bucket_length, batch.batch_rows, fill=fill, truncate=truncate, name=name
+            rows = np.arange(len(values))
+            padded[name] = Ragged.of(list(values), name).pad(
+                rows, batch.bucket_length, batch.batch_rows, fill=fill, truncate=truncate
             )
         else:
             padded[name] = np.full((batch.batch_rows, *values.shape[1:]), fill, values.dtype)
             padded[name][: len(values)] = values
     return PaddedBatch(padded, lengths, np.arange(batch.batch_rows) < len(batch.rows))
-
-
-def pad_rows(
-    rows: Sequence[NDArray[Any]],
-    length: int,
-    batch_rows: int,
-    *,
-    fill: int = 0,
-    truncate: bool = False,
-    name: str = "rows",
-) -> NDArray[Any]:
-    """Pads ragged rows to ``[batch_rows, length, ...]``.
-
-    Args:
-        rows: Arrays ``[L_i, ...]`` of one dtype and one inner shape; at most ``batch_rows``, at least one.
-        length: Padded length.
-        batch_rows: Padded number of rows.
-        fill: Value of the padding.
-        truncate: Cut longer rows instead of raising.
-        name: Column name for messages.
-
-    Raises:
-        DataError: Rows differ in dtype or inner shape, are too many, or too long.
-    """
-    import numpy as np
-
-    arrays = [np.asarray(row) for row in rows]
-    kinds = sorted({f"{row.dtype}[L{''.join(f', {n}' for n in row.shape[1:])}]" for row in arrays if row.size})
-    if len(kinds) > 1 or len(arrays) > batch_rows or not arrays:
-        raise DataError(
-            f"Column {name!r}: {len(arrays)} rows of {' and '.join(kinds)} do not go into one batch of {batch_rows} rows.",
-            hint="Rows must share a dtype and all dimensions but the first.",
-        )
-    sizes = np.fromiter((len(row) for row in arrays), np.int64, len(arrays))
-    if sizes.max() > length:
-        if not truncate:
-            row = int(sizes.argmax())
-            raise DataError(f"Column {name!r}: row {row} of the batch has length {sizes[row]}; the bucket is {length}.")
-        arrays = [row[:length] for row in arrays]
-        sizes = np.minimum(sizes, length)
-    like = next((row for row in arrays if row.size), arrays[0])
-    padded = np.full((batch_rows, length, *like.shape[1:]), fill, like.dtype)
-    if sizes.any():
-        inside = np.zeros((batch_rows, length), np.bool_)
-        inside[: len(arrays)] = np.arange(length) < sizes[:, None]
-        padded[inside] = np.concatenate([row for row in arrays if row.size])
-    return padded

@@ -12,7 +12,7 @@ import io
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tpupipe.data.columns import to_numpy, to_table
+from tpupipe.data.schemas import merge_schemas
+from tpupipe.data.unit_writer import FOOTER_KEY, FORMAT, UnitFooter, UnitWriter
 from tpupipe.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -35,43 +37,12 @@ __all__ = [
     "encode_unit", "merge_schemas", "object_file", "to_numpy", "to_table",
 ]  # fmt: skip
 
-_FOOTER_KEY = b"tpupipe"
-_FORMAT = 1
 _TAIL_BYTES = 65_536
 _CACHED_UNITS = 256
 _LOAD_THREADS = 8
 
 
 # -- units ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class UnitFooter:
-    """What a unit's object says about itself.
-
-    Attributes:
-        unit: Unit id.
-        rows: Rows in the object. Filled in by :func:`encode_unit`.
-        chunks: Rows of every chunk. Filled in by :func:`encode_unit`.
-        rows_in: Input rows the unit was made from (``map`` may change their number).
-        rows_bad: Input rows set aside with an error record.
-        input_fingerprint: Of the unit's input.
-        params_fingerprint: Of the parameters used, ``""`` without any.
-        code_fingerprint: Of the user's code.
-        lease_epoch: Lease under which it was written.
-        sample: Exact fraction of the input the run uses, such as ``"1/100"``.
-    """
-
-    unit: str
-    rows: int = 0
-    chunks: tuple[int, ...] = ()
-    rows_in: int = 0
-    rows_bad: int = 0
-    input_fingerprint: str = ""
-    params_fingerprint: str = ""
-    code_fingerprint: str = ""
-    lease_epoch: int = 0
-    sample: str = "1"
 
 
 def encode_unit(table: pa.Table, *, chunk_rows: int, footer: UnitFooter) -> bytes:
@@ -86,24 +57,9 @@ def encode_unit(table: pa.Table, *, chunk_rows: int, footer: UnitFooter) -> byte
         UsageError: ``chunk_rows`` is not positive.
         DataError: Parquet has no type for a column.
     """
-    if chunk_rows < 1:
-        raise UsageError(f"chunk_rows={chunk_rows} must be at least 1.")
-    rows = table.num_rows
-    chunks = tuple(min(chunk_rows, rows - start) for start in range(0, rows, chunk_rows))
-    record = dataclasses.asdict(dataclasses.replace(footer, rows=rows, chunks=chunks))
-    # Dictionaries pay for repeated text only; on numbers they cost time at both ends.
-    text = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_binary(f.type)]
-    sink = pa.BufferOutputStream()
-    try:
-        with pq.ParquetWriter(
-            sink, table.schema, compression="zstd", use_dictionary=text or False, write_page_checksum=True
-        ) as writer:
-            if rows:
-                writer.write_table(table, row_group_size=chunk_rows)
-            writer.add_key_value_metadata({_FOOTER_KEY: _dump({"format": _FORMAT, **record})})
-    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-        raise DataError(f"Unit {footer.unit} cannot be written as Parquet: {error}.", unit=footer.unit) from error
-    return bytes(sink.getvalue())
+    writer = UnitWriter(footer.unit, chunk_rows)
+    writer.append(table)
+    return writer.finish(footer)
 
 
 def decode_unit(data: bytes) -> pa.Table:
@@ -143,13 +99,13 @@ def _metadata(source: bytes | io.IOBase) -> pq.FileMetaData:
 
 
 def _footer(metadata: pq.FileMetaData) -> UnitFooter:
-    value = (metadata.metadata or {}).get(_FOOTER_KEY)
+    value = (metadata.metadata or {}).get(FOOTER_KEY)
     if value is None:
         raise DataError("Not a unit's object: this Parquet file has no 'tpupipe' footer.")
     record = json.loads(value)
-    if record.pop("format", None) != _FORMAT:
+    if record.pop("format", None) != FORMAT:
         raise DataError(
-            f"The unit's object has a footer format other than {_FORMAT}.", hint="Upgrade tpupipe to read it."
+            f"The unit's object has a footer format other than {FORMAT}.", hint="Upgrade tpupipe to read it."
         )
     record["chunks"] = tuple(record["chunks"])
     return UnitFooter(**record)
@@ -211,7 +167,7 @@ def object_file(store: Store, name: str, size_bytes: int) -> io.RawIOBase:
 # -- manifest -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ManifestUnit:
     """One committed unit of a complete stage.
 
@@ -290,7 +246,7 @@ class Manifest:
         """The manifest as JSON; equal manifests give equal bytes."""
         return _dump(
             {
-                "format": _FORMAT,
+                "format": FORMAT,
                 "stage": self.stage,
                 "rows": self.rows,
                 "columns": {column.name: str(column.type) for column in self.schema},
@@ -311,8 +267,8 @@ class Manifest:
         """
         try:
             record = json.loads(data)
-            if record["format"] != _FORMAT:
-                raise DataError(f"The manifest has format {record['format']}; this version reads {_FORMAT}.")
+            if record["format"] != FORMAT:
+                raise DataError(f"The manifest has format {record['format']}; this version reads {FORMAT}.")
             units = tuple(
                 ManifestUnit(u, rows, tuple(chunks), size, crc) for u, rows, chunks, size, crc in record["units"]
             )
@@ -322,39 +278,6 @@ class Manifest:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"Not a manifest: {type(error).__name__}: {error}.") from error
-
-
-def merge_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """One schema for the units of a stage: all-empty columns take the type they have elsewhere, numbers widen.
-
-    Raises:
-        DataError: Units have different columns, or types (shapes, too) that do not go together.
-    """
-    distinct: list[pa.Schema] = []
-    for schema in schemas:
-        if not any(schema.equals(known, check_metadata=True) for known in distinct):
-            distinct.append(schema)
-    if not distinct:
-        return pa.schema([])
-    for schema in distinct[1:]:
-        if set(schema.names) != set(distinct[0].names):
-            raise DataError(f"Units have different columns: {distinct[0].names} and {schema.names}.")
-    for name in distinct[0].names:
-        columns = [s.field(name) for s in distinct if not pa.types.is_null(s.field(name).type)]
-        fixed = [str(c.type) for c in columns if pa.types.is_fixed_size_list(c.type)]
-        if len({(c.type, str(c.metadata)) for c in columns}) > 1 and (fixed or any(c.metadata for c in columns)):
-            # Arrow would make ragged lists, or other numbers, of these.
-            raise DataError(
-                f"Column {name!r} has different shapes or dtypes in different units: "
-                f"{' and '.join(sorted({str(c.type) for c in columns}))}.",
-                column=name,
-            )
-    # A typed field first, so that its metadata (dtype, shape) is the one that is kept.
-    distinct.sort(key=lambda schema: sum(pa.types.is_null(column.type) for column in schema))
-    try:
-        return pa.unify_schemas(distinct, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise DataError(f"The columns of the units do not go together: {error}.") from error
 
 
 def _dump(record: Mapping[str, Any]) -> bytes:

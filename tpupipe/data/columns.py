@@ -32,7 +32,7 @@ def to_table(batch: Mapping[str, Any]) -> pa.Table:
     """
     if not batch:
         raise DataError("A batch must have at least one column.")
-    arrays = {name: _as_array(name, values) for name, values in batch.items()}
+    arrays = {name: as_array(name, values) for name, values in batch.items()}
     counts = {name: len(values) for name, values in arrays.items()}
     if len(set(counts.values())) > 1:
         raise DataError(f"The columns of a batch have different numbers of rows: {counts}.", rows=counts)
@@ -70,7 +70,12 @@ def to_numpy(table: pa.Table) -> dict[str, NDArray[Any]]:
 # -- to Arrow -------------------------------------------------------------------------------
 
 
-def _as_array(name: str, values: Any) -> NDArray[Any]:
+def as_array(name: str, values: Any) -> NDArray[Any]:
+    """A column as an array; a list of lists or arrays becomes an object array of its rows.
+
+    Raises:
+        DataError: It is a single value.
+    """
     if isinstance(values, (list, tuple)) and any(isinstance(row, (list, tuple, np.ndarray)) for row in values):
         rows = np.empty(len(values), object)
         for i, row in enumerate(values):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tpupipe.data.sources import (
@@ -17,7 +18,7 @@ from tpupipe.data.sources import (
     input_errors,
     open_filesystem,
 )
-from tpupipe.errors import DataError
+from tpupipe.errors import DataError, TpupipeError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,42 +58,63 @@ def read_unit(
 
 
 def _read_files(source: Files, unit: Unit, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
+    return rows_of_files(source, unit.parts, filesystem, storage_options)[0]
+
+
+def rows_of_files(
+    source: Files, parts: Sequence[Part], filesystem: Any, storage_options: Mapping[str, Any] | None
+) -> tuple[pa.Table, list[Part]]:
+    """Rows of some pieces of files, and the piece that each row is."""
     import pyarrow as pa
 
-    contents = _read_parts(unit.parts, filesystem, storage_options, unpack=source.mode == "text")
+    contents = read_parts(parts, filesystem, storage_options, unpack=source.mode == "text")
     # A later piece of a file in which no line begins belongs to the row before it.
-    rows = [(part.path, data) for part, data in zip(unit.parts, contents, strict=True) if data or part.start == 0]
-    paths = pa.array([path for path, _ in rows], pa.string())
+    kept = [(part, data) for part, data in zip(parts, contents, strict=True) if data or part.start == 0]
+    paths = pa.array([part.path for part, _ in kept], pa.string())
     if source.mode == "binary":
-        return pa.table({"path": paths, "data": pa.array([data for _, data in rows], pa.binary())})
-    texts = pa.array([data.decode("utf-8", "replace") for _, data in rows], pa.string())
-    return pa.table({"path": paths, "text": texts})
+        column = {"data": pa.array([data for _, data in kept], pa.binary())}
+    else:
+        column = {"text": pa.array([data.decode("utf-8", "replace") for _, data in kept], pa.string())}
+    return pa.table({"path": paths, **column}), [part for part, _ in kept]
 
 
 # -- JSON lines -----------------------------------------------------------------------------
 
 
 def _read_json(unit: Unit, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
+    return parse_json(unit.id, unit.parts, read_parts(unit.parts, filesystem, storage_options, unpack=True))
+
+
+def parse_json(unit: str, parts: Sequence[Part], contents: Sequence[bytes]) -> pa.Table:
+    """The rows of some pieces of JSON lines, with one type per column over all of them.
+
+    Args:
+        unit: For messages.
+        parts: Which pieces.
+        contents: Their bytes.
+
+    Raises:
+        DataError: A piece cannot be parsed, or the types of two do not go together.
+    """
     import pyarrow as pa
 
-    contents = _read_parts(unit.parts, filesystem, storage_options, unpack=True)
     try:
         return _parse_json(b"\n".join(contents))
     except pa.ArrowInvalid as error:
-        for part, data in zip(unit.parts, contents, strict=True):  # again one by one, to name the file
+        for part, data in zip(parts, contents, strict=True):  # again one by one, to name the file
             try:
                 _parse_json(data)
             except pa.ArrowInvalid as cause:
                 raise DataError(
                     f"{part.path}, bytes {part.start} to {part.stop}, is not JSON lines: {cause}.",
                     path=part.path,
-                    unit=unit.id,
+                    unit=unit,
                 ) from cause
-        paths = ", ".join(dict.fromkeys(part.path for part in unit.parts))
+        paths = ", ".join(dict.fromkeys(part.path for part in parts))
         raise DataError(
-            f"The files of unit {unit.id} have columns that do not go together: {error}. Files: {paths}.",
+            f"The files of unit {unit} have columns that do not go together: {error}. Files: {paths}.",
             hint="A column must have one type in all files.",
-            unit=unit.id,
+            unit=unit,
         ) from error
 
 
@@ -132,21 +154,54 @@ def _read_rows(source: Parquet, part: Part, filesystem: Any, storage_options: Ma
         try:
             file = pq.ParquetFile(handle, pre_buffer=True)
             columns = _columns(source, part, file.schema_arrow)
-            groups: list[int] = []
-            first = position = 0
-            for index in range(file.num_row_groups):
-                rows = file.metadata.row_group(index).num_rows
-                if position < part.stop and position + rows > part.start:
-                    first = position if not groups else first
-                    groups.append(index)
-                position += rows
-            if part.stop > position:
-                raise _changed(part, f"it has {position} rows")
-            skip, wanted = part.start - first, part.stop - part.start
+            groups, skip = _row_groups(part, file.metadata)
+            wanted = part.stop - part.start
             covered = sum(file.metadata.row_group(index).num_rows for index in groups)
             if covered == skip + wanted or not groups:
                 return file.read_row_groups(groups, columns=columns).slice(skip)
             return _read_head(handle, groups, columns, skip + wanted).slice(skip)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{part.path} is not a readable Parquet file: {error}.", path=part.path) from error
+
+
+def _row_groups(part: Part, metadata: Any) -> tuple[list[int], int]:
+    """The row groups that hold a part's rows, and how many rows of the first come before them."""
+    groups: list[int] = []
+    first = position = 0
+    for index in range(metadata.num_row_groups):
+        rows = metadata.row_group(index).num_rows
+        if position < part.stop and position + rows > part.start:
+            first = position if not groups else first
+            groups.append(index)
+        position += rows
+    if part.stop > position:
+        raise _changed(part, f"it has {position} rows")
+    return groups, part.start - first
+
+
+def parquet_batches(
+    source: Source, part: Part, rows: int, storage_options: Mapping[str, Any] | None
+) -> Iterator[pa.Table]:
+    """A part of a Parquet file, so many rows at a time, page by page. Raises as :func:`read_unit`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fs = open_filesystem(part.path, None, storage_options)
+    with input_errors("read", part.path), fs.open(part.path, "rb") as handle:
+        if handle.size != part.file_bytes:
+            raise _changed(part, f"it has {handle.size} bytes")
+        try:
+            file = pq.ParquetFile(handle, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES)
+            columns = _columns(source, part, file.schema_arrow)
+            groups, skip = _row_groups(part, file.metadata)
+            left = part.stop - part.start
+            for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=columns, use_threads=False):
+                table = pa.Table.from_batches([batch]).slice(skip)
+                skip = max(skip - batch.num_rows, 0)
+                table = table.slice(0, left)
+                left -= table.num_rows
+                if table.num_rows:
+                    yield table
         except pa.ArrowInvalid as error:
             raise DataError(f"{part.path} is not a readable Parquet file: {error}.", path=part.path) from error
 
@@ -168,8 +223,8 @@ def _read_head(handle: Any, groups: list[int], columns: list[str] | None, rows: 
     return pa.Table.from_batches(batches).slice(0, rows)
 
 
-def _columns(source: Parquet, part: Part, schema: pa.Schema) -> list[str] | None:
-    if source.columns is None:
+def _columns(source: Source, part: Part, schema: pa.Schema) -> list[str] | None:
+    if not isinstance(source, Parquet) or source.columns is None:
         return None
     missing = [name for name in source.columns if name not in schema.names]
     if missing:
@@ -182,10 +237,10 @@ def _columns(source: Parquet, part: Part, schema: pa.Schema) -> list[str] | None
 # -- bytes ----------------------------------------------------------------------------------
 
 
-def _read_parts(
+def read_parts(
     parts: Sequence[Part], filesystem: Any, storage_options: Mapping[str, Any] | None, *, unpack: bool
 ) -> list[bytes]:
-    """Content of file and line ranges, fetched together where the file system can."""
+    """Content of file and line ranges, fetched together where the file system can; unpacked if asked."""
     wanted = [part for part in parts if part.size_bytes > 0]  # an empty object refuses any range
     found: dict[Part, bytes] = {}
     if wanted:
@@ -236,6 +291,28 @@ def _whole_lines(fs: Any, part: Part, start: int, data: bytes) -> bytes:
 def _unpack(part: Part, data: bytes) -> bytes:
     if part.kind != "file" or not part.path.endswith(COMPRESSED):
         return data
+    with _unpacking(part, io.BytesIO(data)) as handle:
+        return bytes(handle.read())
+
+
+@contextmanager
+def unpacked_stream(part: Part, storage_options: Mapping[str, Any] | None) -> Iterator[Any]:
+    """A compressed file as a stream of what is in it.
+
+    Raises:
+        DataError: It changed since it was listed, or cannot be unpacked.
+        StoreError: It cannot be read.
+    """
+    fs = open_filesystem(part.path, None, storage_options)
+    with input_errors("read", part.path), fs.open(part.path, "rb") as handle:
+        if handle.size != part.file_bytes:
+            raise _changed(part, f"it has {handle.size} bytes")
+        with _unpacking(part, handle) as stream:
+            yield stream
+
+
+@contextmanager
+def _unpacking(part: Part, packed: Any) -> Iterator[Any]:
     import fsspec
 
     name = fsspec.utils.infer_compression(part.path)
@@ -245,9 +322,11 @@ def _unpack(part: Part, data: bytes) -> bytes:
             f"{part.path}: no library for {name} is installed.", hint="pip install zstandard", path=part.path
         )
     try:
-        with opener(io.BytesIO(data), mode="rb") as handle:
-            return bytes(handle.read())
+        with opener(packed, mode="rb") as handle:
+            yield handle
     except (OSError, EOFError, ValueError) as error:
+        if isinstance(error, TpupipeError):
+            raise
         raise DataError(f"{part.path} cannot be unpacked: {error}.", path=part.path) from error
 
 

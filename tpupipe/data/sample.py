@@ -49,7 +49,7 @@ def parse_sample(value: object) -> Fraction:
     return fraction
 
 
-def sample_units(units: Sequence[Unit], fraction: str | float | Fraction) -> list[Unit]:
+def sample_units(units: Sequence[Unit], fraction: str | float | Fraction) -> Sequence[Unit]:
     """A sample of the units' input.
 
     Parts that may be cut (text, JSON lines, Parquet rows) are cut to a piece of themselves
@@ -70,7 +70,7 @@ def sample_units(units: Sequence[Unit], fraction: str | float | Fraction) -> lis
     """
     share = parse_sample(fraction)
     if share == 1 or not units:
-        return list(units)
+        return units
     parts = [(part, len(unit.parts) == 1) for unit in units for part in unit.parts]
     target = max(1, round(share * sum(part.size_bytes for part, _ in parts)))
     piece_bytes = min(target, max(_PIECE_BYTES, target // _PIECES))

@@ -7,15 +7,20 @@ library is loaded until ``units()`` lists the inputs.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import marshal
+import operator
 import os
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 from tpupipe.errors import DataError, JobError, StoreDeniedError, StoreError, TpupipeError
 
@@ -24,6 +29,8 @@ PartKind: TypeAlias = Literal["file", "bytes", "rows"]
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _MIN_FILE_COST = 1024  # bytes a file counts for at least, so that a unit never holds a million empty files
 _FOOTER_THREADS = 16
+_BLOCK = 1024  # units
+_ID_DIGITS = 6
 _REMOTE_LIBRARIES = ("gcsfs", "aiohttp", "google")  # their errors are not all OSErrors
 _MAGIC = re.compile(r"[*?\[]")
 
@@ -76,41 +83,131 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One listed input file."""
+    """One listed input file.
+
+    Attributes:
+        path: Absolute local path, or a URI.
+        size_bytes: Its size.
+        version: Generation, etag or modification time.
+        modified_s: When it was written, seconds since 1970, where the store tells (not part of equality).
+    """
 
     path: str
     size_bytes: int
     version: str
+    modified_s: float | None = field(default=None, compare=False)
 
 
-def make_units(groups: Sequence[Sequence[Part]]) -> list[Unit]:
+_Packed: TypeAlias = tuple[str, str, list[tuple[Any, ...]]]  # id, fingerprint, parts
+_part_values = operator.attrgetter(*Part.__dataclass_fields__)
+
+
+class Units(Sequence[Unit]):
+    """Work units in input order, packed: of a million, those of one block at a time are objects.
+
+    Args:
+        packed: The units as tuples, taken one by one; see ``make_units``.
+    """
+
+    def __init__(self, packed: Iterable[_Packed]) -> None:
+        self._blocks: list[bytes] = []
+        self._length = 0
+        self._open: tuple[int, list[Unit]] = (-1, [])
+        iterator = iter(packed)
+        while block := list(itertools.islice(iterator, _BLOCK)):
+            self._blocks.append(zlib.compress(marshal.dumps(block), 1))
+            self._length += len(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Unit]: ...
+
+    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._length))]
+        place = range(self._length)[index]
+        number, rest = divmod(place, _BLOCK)
+        if self._open[0] != number:
+            self._open = number, self._block(number)
+        return self._open[1][rest]
+
+    def __iter__(self) -> Iterator[Unit]:
+        for number in range(len(self._blocks)):
+            yield from self._block(number)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Units):
+            return self._blocks == other._blocks or list(self) == list(other)
+        return list(self) == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment] # as of a list
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """``(id, fingerprint)`` of every unit, in order; cheaper than the units."""
+        for packed in self._blocks:
+            yield from ((unit, fingerprint) for unit, fingerprint, _ in _unpacked(packed))
+
+    def _block(self, number: int) -> list[Unit]:
+        return [
+            Unit(unit, tuple(Part(*part) for part in parts), fingerprint)
+            for unit, fingerprint, parts in _unpacked(self._blocks[number])
+        ]
+
+
+def _unpacked(packed: bytes) -> list[_Packed]:
+    block: list[_Packed] = marshal.loads(zlib.decompress(packed))  # noqa: S302 - packed by this process
+    return block
+
+
+def make_units(groups: Iterable[Sequence[Part]]) -> Units:
     """Numbers groups of parts as units.
 
     Args:
-        groups: The parts of each unit, in input order.
+        groups: The parts of each unit, in input order; taken one by one.
     """
-    width = max(6, len(str(len(groups) - 1)))
-    units = []
-    for index, parts in enumerate(groups):
-        covers = "\n".join(f"{p.path}\t{p.start}\t{p.stop}\t{p.kind}" for p in parts)
-        content = covers + "\n" + "\n".join(f"{p.file_bytes}\t{p.version}" for p in parts)
-        units.append(Unit(f"{index:0{width}d}-{_hash(covers, 4)}", tuple(parts), _hash(content, 16)))
+    units = Units(_numbered(groups, _ID_DIGITS))
+    if len(units) > 10**_ID_DIGITS:  # known only now; ids must sort in input order
+        units = Units(_numbered((unit.parts for unit in units), len(str(len(units) - 1))))
     return units
+
+
+def _numbered(groups: Iterable[Sequence[Part]], width: int) -> Iterator[_Packed]:
+    for index, parts in enumerate(groups):
+        covers = "\n".join([f"{p.path}\t{p.start}\t{p.stop}\t{p.kind}" for p in parts])
+        content = covers + "\n" + "\n".join([f"{p.file_bytes}\t{p.version}" for p in parts])
+        yield f"{index:0{width}d}-{_hash(covers, 4)}", _hash(content, 16), list(map(_part_values, parts))
+
+
+def unit_names(units: Iterable[Unit]) -> Iterator[tuple[str, str]]:
+    """``(id, fingerprint)`` of every unit, in order."""
+    return units.names() if isinstance(units, Units) else ((unit.id, unit.fingerprint) for unit in units)
 
 
 def fingerprint_units(units: Iterable[Unit]) -> str:
     """One fingerprint for all inputs: equal exactly when ids and fingerprints all are."""
     digest = hashlib.blake2b(digest_size=16)
-    for unit in units:
-        digest.update(f"{unit.id}\t{unit.fingerprint}\n".encode())
+    for unit, fingerprint in unit_names(units):
+        digest.update(f"{unit}\t{fingerprint}\n".encode())
     return digest.hexdigest()
 
 
 class Source(ABC):
     """Something that gives rows, cut into units."""
 
+    pattern: tuple[str, ...]
+
     @abstractmethod
-    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
+    def units_of(
+        self, files: Sequence[InputFile], filesystem: Any = None, storage_options: Mapping[str, Any] | None = None
+    ) -> Sequence[Unit]:
+        """Cuts listed files, sorted by path, into work units; the same files always give the same list."""
+
+    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> Sequence[Unit]:
         """Lists the inputs as work units, sorted by path; the same inputs always give the same list.
 
         Args:
@@ -118,9 +215,10 @@ class Source(ABC):
             storage_options: Arguments for that default filesystem.
 
         Raises:
-            DataError: A pattern matches no file.
+            DataError: A pattern matches no file, or a file is not what the source reads.
             StoreError: The inputs cannot be listed.
         """
+        return self.units_of(list_files(self.pattern, filesystem, storage_options), filesystem, storage_options)
 
 
 @dataclass(frozen=True, init=False)
@@ -156,9 +254,13 @@ class Files(Source):
         object.__setattr__(self, "unit_bytes", _positive("Files", "unit_bytes", unit_bytes))
         object.__setattr__(self, "mode", mode)
 
-    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
-        """See :meth:`Source.units`."""
-        files = list_files(self.pattern, filesystem, storage_options)
+    def units_of(
+        self,
+        files: Sequence[InputFile],
+        filesystem: Any = None,  # noqa: ARG002 - only Parquet opens files to cut them
+        storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002 - as above
+    ) -> Sequence[Unit]:
+        """See :meth:`Source.units_of`."""
         return make_units(_pack(files, self.unit_bytes, splittable=self.mode == "text"))
 
 
@@ -187,9 +289,14 @@ class JsonLines(Source):
         object.__setattr__(self, "pattern", _patterns("JsonLines", pattern))
         object.__setattr__(self, "unit_bytes", _positive("JsonLines", "unit_bytes", unit_bytes))
 
-    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
-        """See :meth:`Source.units`."""
-        return make_units(_pack(list_files(self.pattern, filesystem, storage_options), self.unit_bytes, True))
+    def units_of(
+        self,
+        files: Sequence[InputFile],
+        filesystem: Any = None,  # noqa: ARG002 - only Parquet opens files to cut them
+        storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002 - as above
+    ) -> Sequence[Unit]:
+        """See :meth:`Source.units_of`."""
+        return make_units(_pack(files, self.unit_bytes, splittable=True))
 
 
 @dataclass(frozen=True, init=False)
@@ -224,14 +331,15 @@ class Parquet(Source):
         )
         object.__setattr__(self, "columns", None if columns is None else tuple(columns))
 
-    def units(self, filesystem: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Unit]:
-        """See :meth:`Source.units`. Raises ``DataError`` also for a file that is not Parquet."""
+    def units_of(
+        self, files: Sequence[InputFile], filesystem: Any = None, storage_options: Mapping[str, Any] | None = None
+    ) -> Sequence[Unit]:
+        """See :meth:`Source.units_of`. Raises ``DataError`` for a file that is not Parquet."""
         from concurrent.futures import ThreadPoolExecutor
 
-        files = list_files(self.pattern, filesystem, storage_options)
-        with ThreadPoolExecutor(min(_FOOTER_THREADS, len(files))) as pool:
-            groups = list(pool.map(lambda file: self._file_groups(file, filesystem, storage_options), files))
-        return make_units([[part] for parts in groups for part in parts])
+        with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+            groups = pool.map(lambda file: self._file_groups(file, filesystem, storage_options), files)
+            return make_units((part,) for parts in groups for part in parts)
 
     def _file_groups(self, file: InputFile, filesystem: Any, storage_options: Mapping[str, Any] | None) -> list[Part]:
         import pyarrow as pa
@@ -296,12 +404,16 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
 
 
 def list_files(
-    patterns: Sequence[str], filesystem: Any = None, storage_options: Mapping[str, Any] | None = None
+    patterns: Sequence[str],
+    filesystem: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    none_ok: bool = False,
 ) -> list[InputFile]:
     """The files the patterns match, each once, sorted by path.
 
     Raises:
-        DataError: A pattern matches nothing.
+        DataError: A pattern matches nothing, and ``none_ok`` is false.
         StoreError: Listing failed.
     """
     found: dict[str, InputFile] = {}
@@ -309,7 +421,7 @@ def list_files(
         fs = open_filesystem(pattern, filesystem, storage_options)
         with input_errors("list", pattern):
             matches = _match(fs, pattern)
-        if not matches:
+        if not matches and not none_ok:
             raise DataError(
                 f"The input pattern {pattern!r} matches no file.",
                 hint="Give a glob, a folder or a file; names that begin with a dot are skipped.",
@@ -341,13 +453,25 @@ def _match(fs: Any, pattern: str) -> list[InputFile]:
 def _input_file(fs: Any, path: str, info: Mapping[str, Any]) -> InputFile:
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     if protocol in ("file", "local"):
-        return InputFile(path, int(info["size"]), str(Path(path).stat().st_mtime_ns))
+        modified_ns = Path(path).stat().st_mtime_ns
+        return InputFile(path, int(info["size"]), str(modified_ns), modified_ns / 1e9)
     version = next((str(info[key]) for key in ("generation", "etag", "ETag", "mtime", "updated") if info.get(key)), "")
-    return InputFile(str(fs.unstrip_protocol(path)), int(info["size"]), version)
+    return InputFile(str(fs.unstrip_protocol(path)), int(info["size"]), version, _modified_s(info))
 
 
-def _pack(files: Sequence[InputFile], unit_bytes: int, splittable: bool) -> list[list[Part]]:
-    groups: list[list[Part]] = []
+def _modified_s(info: Mapping[str, Any]) -> float | None:
+    value = next((info[key] for key in ("updated", "mtime", "LastModified", "last_modified") if info.get(key)), None)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _pack(files: Sequence[InputFile], unit_bytes: int, splittable: bool) -> Iterator[tuple[Part, ...]]:
     current: list[Part] = []
     cost = 0
     for file in files:
@@ -355,24 +479,24 @@ def _pack(files: Sequence[InputFile], unit_bytes: int, splittable: bool) -> list
         pieces = -(-file.size_bytes // unit_bytes) if cuttable else 1
         if pieces > 1:
             if current:
-                groups.append(current)
+                yield tuple(current)
                 current, cost = [], 0
             bounds = [file.size_bytes * i // pieces for i in range(pieces + 1)]
-            groups.extend([_part(file, "bytes", a, b)] for a, b in pairwise(bounds))
+            yield from ((_part(file, "bytes", a, b),) for a, b in pairwise(bounds))
             continue
         file_cost = max(file.size_bytes, _MIN_FILE_COST)
         if current and cost + file_cost > unit_bytes:
-            groups.append(current)
+            yield tuple(current)
             current, cost = [], 0
         current.append(_part(file, "bytes" if cuttable else "file", 0, file.size_bytes))
         cost += file_cost
     if current:
-        groups.append(current)
-    return groups
+        yield tuple(current)
 
 
 def _part(file: InputFile, kind: PartKind, start: int, stop: int) -> Part:
-    return Part(file.path, start, stop, kind, stop - start, file.size_bytes, file.version)
+    size_bytes = stop - start if start else stop  # of whole files the same object: there may be a million
+    return Part(file.path, start, stop, kind, size_bytes, file.size_bytes, file.version)
 
 
 # -- small checks ---------------------------------------------------------------------------

@@ -29,7 +29,15 @@ from tpupipe.store.objects import Store
 GIVEN_BACK_S = 45.0
 _POLL_S = 0.25
 _SIGKILL = -9
-_BUDGETS = ("worker_failures", "host_failures", "slice_failures", "store_failures", "stalls", "preemptions")
+_BUDGETS = (
+    "worker_failures",
+    "host_failures",
+    "slice_failures",
+    "store_failures",
+    "stalls",
+    "preemptions",
+    "unit_failures",
+)
 _FAILURES = 4  # what a scenario may need of a budget, whatever the configuration allows
 
 

@@ -26,7 +26,7 @@ from tpupipe.drill.scenario import Scenario
 from tpupipe.errors import UsageError
 from tpupipe.job import Job
 from tpupipe.resolve import load_build, resolve
-from tpupipe.run import check_before_anything, endpoint_of, local_root
+from tpupipe.run import RunOptions, check_before_anything, endpoint_of, local_root
 from tpupipe.store.objects import open_store
 
 REFERENCE = "reference"
@@ -86,8 +86,8 @@ def run_drill(
     """
     began = time.monotonic()
     job, config = resolve(load_build(module), config_files, overrides)
-    check_before_anything(job, config)
     _check_undisturbed(config)
+    check_before_anything(job, config, RunOptions())
     declared = job_facts(job, config)
     _planned(options, declared)  # names that do not exist are refused here
     env = environment()
@@ -120,6 +120,11 @@ def run_drill(
 
 
 def _check_undisturbed(config: Config) -> None:
+    if config.mode == "incremental":
+        raise UsageError(
+            "A drill compares whole runs of the same inputs, and the configuration has mode: incremental.",
+            hint="--set mode=full",
+        )
     given = [key for key in ("faults", "store_faults") if getattr(config, key)]
     if given:
         raise UsageError(

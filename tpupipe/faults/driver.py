@@ -26,6 +26,8 @@ from tpupipe.local.guard import running
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store
 
+logger = logging.getLogger("tpupipe")
+
 _KEEP_FOLDER_S = 120.0
 
 
@@ -47,6 +49,11 @@ def check_faults(faults: Sequence[Fault], store_faults: StoreFaults, config: Con
                 f"Fault {fault.text!r}: lose-slice works on a faked slice, and cluster.kind is {config.cluster.kind}.",
                 hint="cluster.kind: fake; kill-host and drain-host work on any cluster.",
             )
+        if fault.action is Action.CORRUPT_CHECKPOINT and config.mode == "incremental":
+            raise UsageError(
+                f"Fault {fault.text!r}: corrupt-checkpoint damages a checkpoint of the run, and mode: incremental makes none.",
+                hint="Damage those of the run that trains.",
+            )
     store = config.store
     if store_faults.faults and not (store.embedded or (emulator and store.uri.startswith("gs://"))):
         raise UsageError(
@@ -57,25 +64,43 @@ def check_faults(faults: Sequence[Fault], store_faults: StoreFaults, config: Con
 
 
 @contextlib.contextmanager
-def armed_driver(faults: Sequence[Fault], log: EventLog, store: Store, paths: RunPaths) -> Iterator[None]:
+def armed_driver(
+    faults: Sequence[Fault],
+    log: EventLog | None,
+    store: Store,
+    paths: RunPaths | None,
+    fired: dict[int, list[dict[str, str]]] | None = None,
+) -> Iterator[None]:
     """Makes the driver's own fault points live while inside.
 
     Each of them fires in this process only, so counting here is enough. What fires is durable in the run's events
     before it happens: it may be this process's end.
+
+    Args:
+        faults: The faults.
+        log: The run's events; ``None`` where no run is owned yet (incremental runs, before their tick).
+        store: The store.
+        paths: The run, as ``log``.
+        fired: What fired already, for a driver that owns several runs one after the other.
     """
-    fired: dict[int, list[dict[str, str]]] = {}
+    fired = {} if fired is None else fired
 
     def claim(position: int, facts: Mapping[str, Any]) -> bool:
         fault, said = faults[position], {key: str(value) for key, value in facts.items()}
         if not fault.may_fire(fired.setdefault(position, []), said):
             return False
         fired[position].append(said)
+        told = f"injected fault {fault.text!r} fires"
+        if log is None:
+            logger.warning("%s", told)
+            return True
         log.add(fault_event(position, fault, {**said, "pid": os.getpid()}))
-        log.emit("fault_fired", f"injected fault {fault.text!r} fires", level=logging.WARNING)
+        log.emit("fault_fired", told, level=logging.WARNING)
         log.flush()
         return True
 
     def corrupt(fault: Fault, position: int) -> None:
+        assert log is not None and paths is not None  # noqa: S101, PT018 - check_faults refuses it where they may be
         log.emit("fault_effect", **effect_facts(position, fault, damage_newest(store, paths, fault.how, position)))
 
     injection = Injection(

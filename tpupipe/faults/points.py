@@ -28,6 +28,12 @@ POINTS: Mapping[str, PointInfo] = {
     "run.identity": PointInfo("epoch", "driver", "the run's lease is ours, run.json is not written (or compared)"),
     "run.lease_acquired": PointInfo("epoch", "driver", "run.json is there, no cluster is connected"),
     "run.reserved": PointInfo("hosts", "driver", "the slice is held, no stage has begun"),
+    "generation.begun": PointInfo(
+        "generation", "driver", "a generation of the dataset is begun, its identity is not written"
+    ),
+    "tick.before_claim": PointInfo("tick", "driver", "the tick's lease is ours, its inputs are not claimed"),
+    "tick.claimed": PointInfo("tick", "driver", "the tick's inputs are claimed, nothing is done"),
+    "tick.before_done": PointInfo("tick", "driver", "every stage of the tick is complete, its record is not written"),
     "stage.manifest": PointInfo("stage", "driver", "all units (or steps) are committed, the manifest is not"),
     "lease.beat": PointInfo(
         "beat", "driver", "before beat N of the lease (from 2, one each 5 s), in a thread of its own"

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from tpupipe.cluster.connect import Cluster
 from tpupipe.cluster.loss import drain_this_host, this_slice
 from tpupipe.cluster.reservation import Reservation
 from tpupipe.config import Config, StageConfig, environment
+from tpupipe.data.sources import Source, Unit
 from tpupipe.errors import StageError, TpupipeError, UserCodeError
 from tpupipe.faults.damage import damage_newest
 from tpupipe.faults.driver import effect_facts
@@ -54,6 +55,9 @@ class StageRun:
         endpoint: Emulated Cloud Storage, or ``None``.
         input_options: fsspec's options for opening inputs.
         code: Fingerprint of the job's code.
+        inputs: The units of each source, as the run planned them.
+        settle_params: Called with a stage and the fingerprint of its parameters before any unit is done; refuses others
+            than those of the dataset.
     """
 
     job: Job
@@ -71,6 +75,8 @@ class StageRun:
     endpoint: str | None
     input_options: Mapping[str, Any]
     code: str
+    inputs: Mapping[Source, Sequence[Unit]]
+    settle_params: Callable[[str, str], None]
 
     def settings(self, stage: str) -> StageConfig:
         """The configuration's section for a stage."""

@@ -10,6 +10,14 @@ from tpupipe.stages.result import StageResult
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store
 
+COUNTED = (
+    "rows_in",
+    "rows_bad",
+    "rows_truncated",
+    "values_fed",
+    "values_real",
+)  # in footers, and summed up in manifests
+
 
 def finished(stage: Stage, store: Store, paths: RunPaths) -> StageResult | None:
     """The result of a complete stage, or ``None`` if there is work to do.
@@ -18,7 +26,7 @@ def finished(stage: Stage, store: Store, paths: RunPaths) -> StageResult | None:
         StoreError: The store could not be asked: that is never "not complete".
         DataError: The stage's manifest cannot be read.
     """
-    uri = store.uri(paths.stage(stage.name))
+    uri = store.uri(paths.outputs(stage.name))
     if isinstance(stage, Train):
         record = read_train_record(store, paths, stage.name)
         return None if record is None else trained(record, store, uri, record.steps, Seconds())
@@ -40,13 +48,18 @@ def read_manifest(store: Store, paths: RunPaths, stage: str) -> Manifest | None:
 def units_done(manifest: Manifest, uri: str, resumed_from: int | None, seconds: Seconds) -> StageResult:
     """The result of a stage whose work is units."""
     total = len(manifest.units)
+    counted = {name: int(manifest.fingerprints.get(name, 0)) for name in COUNTED}
+    fed = counted["values_fed"]
     return StageResult(
         status="done",
         done=total,
         total=total,
         resumed_from=resumed_from or None,
-        rows_in=int(manifest.fingerprints.get("rows_in", 0)),
+        rows_in=counted["rows_in"],
         rows_out=manifest.rows,
+        rows_quarantined=counted["rows_bad"],
+        rows_truncated=counted["rows_truncated"],
+        metrics={"padding_share": round(1 - counted["values_real"] / fed, 4)} if fed else {},
         uri=uri,
         seconds=seconds.rounded(),
     )

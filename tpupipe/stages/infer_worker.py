@@ -1,51 +1,42 @@
-"""What runs on each host during inference: read a unit, pad, apply, put back in order, commit."""
+"""What runs on each host during inference: units through a pipeline that reads, computes and commits."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tpupipe.checkpoint.commit import Commit
-from tpupipe.checkpoint.restore import restore_params
-from tpupipe.data.buckets import PackedBatch, PaddedBatch, pad, plan_batches, row_lengths
-from tpupipe.data.chunks import decode_unit
-from tpupipe.data.columns import to_numpy, to_table
-from tpupipe.data.read import read_unit
+import numpy as np
+
+from tpupipe.data.buckets import AutoBuckets, Buckets
+from tpupipe.data.columns import to_table
 from tpupipe.data.sources import Source, Unit
-from tpupipe.errors import DataError, StageError
+from tpupipe.data.unit_writer import UnitFooter, UnitWriter
+from tpupipe.data.windows import Window, committed_windows, read_windows
+from tpupipe.errors import StageError, TpupipeError
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Infer
 from tpupipe.ledger.events import event
-from tpupipe.stages.base import arm_worker, reported, user_code
+from tpupipe.stages.base import arm_worker, last_lines, reported
+from tpupipe.stages.compiled import use_compile_cache
 from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stages.infer_batches import ReadyWindow, ready_window
+from tpupipe.stages.infer_buckets import length_histogram
+from tpupipe.stages.infer_engine import Computed, InferEngine
+from tpupipe.stages.infer_params import ParamsSource
+from tpupipe.stages.infer_pipeline import Pipeline
+from tpupipe.stages.infer_rows import BadRow, Columns, UnitMapper, errors_table
 from tpupipe.stages.sharding import make_mesh, named_sharding
 from tpupipe.stages.stall import Watchdog
-from tpupipe.stages.units import Committed, UnitTarget, commit_unit
-from tpupipe.store.objects import Store
+from tpupipe.stages.unit_failures import is_the_units_own
+from tpupipe.stages.units import Committed, UnitTarget, commit_errors, commit_written
 
-UNIT, ROW, MASK, LENGTHS = "unit", "row", "mask", "lengths"
-
-
-@dataclass(frozen=True)
-class ParamsSource:
-    """Where the parameters are.
-
-    Args:
-        store: The store of the run that trained them.
-        folder: The checkpoint's folder in it.
-        commit: Its record.
-        init: ``init(key) -> state`` of the training stage: the structure of the state.
-        params: Picks the parameters out of the state.
-    """
-
-    store: Store
-    folder: str
-    commit: Commit
-    init: Callable[[Any], Any]
-    params: Callable[[Any], Any]
+UNIT, ROW = "unit", "row"
+MOST_VALUES = 2**31 - 1  # of a row: more than a ragged column holds of a unit
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class InferPlan:
     """All that an inference worker needs. Sent to every worker.
 
     Args:
-        stage: The declaration, overrides applied.
+        stage: The declaration, overrides applied and bucket lengths chosen.
         target: Where units go.
         source: The inputs; ``None`` where units are committed units of an earlier stage.
         data_stage: That earlier stage.
@@ -81,22 +72,39 @@ class UnitDone:
 
     Args:
         committed: The committed unit.
-        padded_values: Values of the bucketed column fed to the model, padding included.
-        real_values: Those of real rows.
-        compilations: Shapes compiled so far by this worker.
+        compilations: Programs compiled so far by this worker.
+        last_bad: The last of its rows that were set aside.
     """
 
     committed: Committed
-    padded_values: int
-    real_values: int
     compilations: int
+    last_bad: BadRow | None
+
+
+@dataclass(frozen=True)
+class UnitFailed:
+    """A unit that could not be done; the worker is well."""
+
+    unit: str
+    error: TpupipeError
+
+
+@dataclass
+class _UnitJob:
+    unit: Unit
+    index: int
+    bad: list[BadRow] = field(default_factory=list)
 
 
 class InferWorker:
-    """The actor: one per host, with all of the host's devices, parameters replicated over them."""
+    """The actor: one per host, with all of the host's devices, parameters replicated over them.
+
+    ``run`` is called for several units at a time, each in a thread of its own that waits for the pipeline.
+    """
 
     def __init__(self, plan: InferPlan, rank: int) -> None:
         self._plan = plan
+        self._rank = rank
         with reported(plan.coordinator, rank=rank):
             arm_worker(plan.faults, plan.coordinator, plan.target, stage=plan.stage.name, rank=rank)
             self._start(rank)
@@ -105,223 +113,142 @@ class InferWorker:
         import jax
 
         plan, began = self._plan, time.monotonic()
-        self._mesh = make_mesh({"data": len(jax.local_devices())}, jax.local_devices())
-        self._replicated = named_sharding(self._mesh)
-        self._rows = named_sharding(self._mesh, "data")
-        self._params = self._load()
-        self._compiled: dict[Any, Any] = {}
-        point("params.loaded", step=plan.params.commit.step)
+        use_compile_cache(plan.target.store, plan.target.paths)
+        mesh = make_mesh({"data": len(jax.local_devices())}, jax.local_devices())
+        params = plan.params.load(named_sharding(mesh))
+        self._engine = InferEngine(plan.stage, params, mesh, named_sharding(mesh, "data"), self._compiled)
+        self._template: Columns | None = None
+        self._watchdogs: set[Watchdog] = set()
+        self._lock = threading.Lock()
+        self._pipeline: Pipeline[_UnitJob, UnitDone] = Pipeline(self._read, self._engine, self._sink, self._progress)
+        point("params.loaded", step=plan.params.step)
         plan.coordinator.report(event("starting", rank=rank, seconds=time.monotonic() - began))
 
-    def _load(self) -> Any:
-        import jax
+    def ready(self) -> bool:
+        """Whether this worker has started: a call that ends says so."""
+        return True
 
-        source = self._plan.params
-        shapes = jax.eval_shape(source.init, jax.random.key(0))
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated), shapes
-        )
-        return restore_params(source.store, source.folder, source.commit, abstract, source.params)
-
-    def run(self, unit: Unit, index: int) -> UnitDone:
+    def run(self, unit: Unit, index: int) -> UnitDone | UnitFailed:
         """Does one unit, up to its commit."""
-        plan = self._plan
-        watchdog = Watchdog(plan.stall_timeout_s, f"unit {unit.id}", plan.target, plan.coordinator, unit=unit.id)
-        with reported(plan.coordinator, unit=unit.id), watchdog.watching():
-            return self._run(unit, index)
+        try:
+            with reported(self._plan.coordinator, unit=unit.id), self._watched(unit):
+                return self._pipeline.submit(_UnitJob(unit, index)).result()
+        except TpupipeError as error:
+            return UnitFailed(unit.id, error)
+        except Exception as error:  # noqa: BLE001 - the driver decides what it means
+            told = f"unit {unit.id} of stage {self._plan.stage.name!r}: {type(error).__name__}: {last_lines(error)}"
+            return UnitFailed(unit.id, StageError(told, stage=self._plan.stage.name, unit=unit.id))
 
-    def _run(self, unit: Unit, index: int) -> UnitDone:
-        stage = self._plan.stage
-        table = self._read(unit)
-        rows_in = table.num_rows
-        point("unit.read", index=index, unit=unit.id)
-        columns = to_numpy(table)
-        if (mapping := stage.map) is not None:
-            with user_code("map", stage.name, unit=unit.id):
-                columns = dict(mapping(columns))
-        missing = [name for name in stage.keep if name not in columns]
-        if missing:
-            raise DataError(
-                f"Stage {stage.name!r} keeps {', '.join(missing)}, but its rows have {', '.join(columns)}.",
-                stage=stage.name,
-            )
-        outputs, padded, real = self._apply_all(unit, columns)
-        rows = len(next(iter(columns.values()))) if columns else 0
-        result = {
-            UNIT: _repeat(unit.id, rows),
-            ROW: _numbers(rows),
-            **{name: columns[name] for name in stage.keep},
-            **outputs,
-        }
+    def _watched(self, unit: Unit) -> Any:
+        plan = self._plan
+        what = f"unit {unit.id}, or one in flight with it on inference worker {self._rank},"
+        return _Beaten(
+            Watchdog(plan.stall_timeout_s, what, plan.target, plan.coordinator, unit=unit.id),
+            self._watchdogs,
+            self._lock,
+        )
+
+    def _progress(self) -> None:
+        with self._lock:
+            for watchdog in self._watchdogs:
+                watchdog.beat()
+
+    def _compiled(self, seconds: float, shapes: str, ahead: bool) -> None:
+        self._progress()
+        self._plan.coordinator.report(
+            event("compiling", seconds=seconds, init_seconds=0.0, shapes=shapes, ahead=ahead, rank=self._rank)
+        )
+
+    # -- the pipeline's ends ---------------------------------------------------------------------
+
+    def _read(self, job: _UnitJob) -> Iterator[ReadyWindow]:
+        stage, engine = self._plan.stage, self._engine
+        mapper = UnitMapper(stage, job.unit.id, self._template)
+        for window in unit_windows(self._plan, job.unit):
+            mapped = mapper.map(window)
+            job.bad = mapper.bad
+            yield ready_window(stage, job.unit.id, mapped, engine.devices, engine.spec)
+        self._template = mapper.template
+        point("unit.read", index=job.index, unit=job.unit.id)
+
+    def _sink(self, job: _UnitJob) -> _UnitSink:
+        return _UnitSink(self._plan, job, self._engine)
+
+
+def unit_windows(plan: InferPlan, unit: Unit) -> Iterator[Window]:
+    """The rows of a unit."""
+    if plan.source is not None:
+        return read_windows(plan.source, unit, storage_options=plan.input_options)
+    name = plan.target.paths.unit(plan.data_stage, unit.id)
+    return committed_windows(plan.target.store, name, unit.id, total_bytes=unit.size_bytes)
+
+
+def sample_unit(plan: InferPlan, unit: Unit, auto: AutoBuckets) -> dict[int, int] | TpupipeError:
+    """A task: how many of a unit's rows have which length; or why they cannot be mapped."""
+    any_length = Buckets((MOST_VALUES,), column=auto.column, too_long="truncate")
+    with reported(plan.coordinator, unit=unit.id):
+        mapper = UnitMapper(replace(plan.stage, buckets=any_length), unit.id)
+        rows_of: Counter[int] = Counter()
+        try:
+            for window in unit_windows(plan, unit):
+                rows_of.update(length_histogram(mapper.map(window).fed, auto))
+        except TpupipeError as error:
+            if not is_the_units_own(error):
+                raise
+            return error
+    return dict(rows_of)
+
+
+class _Beaten:
+    """A watchdog that watches while inside and is beaten whenever the pipeline makes progress."""
+
+    def __init__(self, watchdog: Watchdog, beaten: set[Watchdog], lock: threading.Lock) -> None:
+        self._watchdog, self._beaten, self._lock = watchdog, beaten, lock
+        self._watching = watchdog.watching()
+
+    def __enter__(self) -> None:
+        self._watching.__enter__()
+        with self._lock:
+            self._beaten.add(self._watchdog)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._beaten.discard(self._watchdog)
+        self._watching.__exit__(None, None, None)
+
+
+class _UnitSink:
+    """Writes a unit's windows to its object, and commits it."""
+
+    def __init__(self, plan: InferPlan, job: _UnitJob, engine: InferEngine) -> None:
+        self._plan = plan
+        self._job = job
+        self._engine = engine
+        self._writer = UnitWriter(job.unit.id, plan.target.chunk_rows)
+        self._counts = UnitFooter(job.unit.id)
+
+    def append(self, computed: Computed) -> None:
+        window = computed.window
+        rows = len(window.rows)
+        unit = np.full(rows, self._job.unit.id, dtype=f"U{len(self._job.unit.id)}")
+        self._writer.append(to_table({UNIT: unit, ROW: window.rows, **window.kept, **computed.outputs}))
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            rows_in=counts.rows_in + window.rows_in,
+            rows_truncated=counts.rows_truncated + window.truncated,
+            values_fed=counts.values_fed + computed.values_fed,
+            values_real=counts.values_real + computed.values_real,
+        )
+
+    def finish(self) -> UnitDone:
+        target, unit, index, bad = self._plan.target, self._job.unit, self._job.index, self._job.bad
         point("unit.mapped", index=index, unit=unit.id)
-        committed = commit_unit(self._plan.target, unit, index, to_table(result), rows_in=rows_in)
-        return UnitDone(committed, padded, real, len(self._compiled))
+        if bad:
+            commit_errors(target, unit, errors_table(unit.id, bad))
+        counts = replace(self._counts, rows_bad=len(bad))
+        committed = commit_written(target, unit, index, self._writer, counts)
+        return UnitDone(committed, self._engine.compilations, bad[-1] if bad else None)
 
-    def _read(self, unit: Unit) -> Any:
-        plan = self._plan
-        if plan.source is not None:
-            return read_unit(plan.source, unit, storage_options=plan.input_options)
-        return decode_unit(plan.target.store.read(plan.target.paths.unit(plan.data_stage, unit.id)))
-
-    # -- batches ---------------------------------------------------------------------------------
-
-    def _apply_all(self, unit: Unit, columns: Mapping[str, Any]) -> tuple[dict[str, Any], int, int]:
-        """Outputs of all rows in input order, values fed, and real ones among them."""
-        numeric = {name: values for name, values in columns.items() if _is_numeric(values)}
-        if not numeric:
-            raise DataError(
-                f"Stage {self._plan.stage.name!r} has no column with numbers to feed: {', '.join(columns) or 'no columns'}.",
-                hint="Give Infer a map that turns the rows into arrays.",
-            )
-        total = len(next(iter(numeric.values())))
-        collected: list[tuple[Any, dict[str, Any]]] = []
-        padded_values = real_values = 0
-        for batch, padded in self._batches(numeric, total):
-            with user_code("apply", self._plan.stage.name, unit=unit.id):
-                outputs = self._apply(padded)
-            collected.append((batch, self._cut(outputs, padded, len(batch.rows))))
-            padded_values += batch.batch_rows * batch.bucket_length
-            real_values += int(padded.lengths.sum()) if self._plan.stage.buckets else len(batch.rows)
-        if not collected:  # a unit without rows keeps the schema
-            collected.append(self._no_rows(numeric))
-        return _in_order(collected, total), padded_values, real_values
-
-    def _batches(self, columns: Mapping[str, Any], total: int) -> Any:
-        import numpy as np
-
-        stage, devices = self._plan.stage, self._mesh.size
-        if stage.buckets is not None:
-            lengths = row_lengths(columns, stage.buckets)
-            for batch in plan_batches(lengths, stage.buckets, default_rows=stage.batch_rows, row_multiple=devices):
-                yield batch, pad(columns, batch, stage.buckets)
-            return
-        ragged = [name for name, values in columns.items() if values.dtype == object]
-        if ragged:
-            raise DataError(
-                f"Stage {stage.name!r}: column {ragged[0]!r} is ragged, and no buckets are declared.",
-                hint="Infer(buckets=Buckets(lengths=(128, 256, 512))).",
-                stage=stage.name,
-            )
-        size = -(-stage.batch_rows // devices) * devices
-        for start in range(0, total, size):
-            rows = np.arange(start, min(start + size, total))
-            mask = np.arange(size) < len(rows)
-            fed = {name: _pad_rows(values[rows], size) for name, values in columns.items()}
-            yield PackedBatch(1, rows, size), PaddedBatch(fed, mask.astype(np.int32), mask)
-
-    def _apply(self, padded: PaddedBatch) -> dict[str, Any]:
-        import jax
-        import numpy as np
-
-        feed = {name: _canonical(values) for name, values in padded.columns.items()}
-        if self._plan.stage.buckets is not None:
-            feed[LENGTHS] = padded.lengths
-        feed[MASK] = padded.mask
-        placed = {name: jax.device_put(values, self._rows) for name, values in feed.items()}
-        outputs = self._compile(placed)(self._params, placed)
-        fetched = {name: np.asarray(value) for name, value in outputs.items()}
-        for name, value in fetched.items():
-            if value.ndim < 1 or value.shape[0] != len(padded.mask):
-                raise StageError(
-                    f"apply of stage {self._plan.stage.name!r}: output {name!r} has shape {list(value.shape)}; its "
-                    f"first dimension must be the batch's {len(padded.mask)} rows."
-                )
-        return fetched
-
-    def _compile(self, placed: Mapping[str, Any]) -> Any:
-        import jax
-
-        key = tuple(sorted((name, value.shape, str(value.dtype)) for name, value in placed.items()))
-        if key not in self._compiled:
-            began = time.monotonic()
-            jitted = jax.jit(self._plan.stage.apply, out_shardings=self._rows)
-            self._compiled[key] = jitted.lower(self._params, placed).compile()
-            self._plan.coordinator.report(
-                event("compiling", seconds=time.monotonic() - began, init_seconds=0.0, shapes=str(key))
-            )
-        return self._compiled[key]
-
-    def _cut(self, outputs: Mapping[str, Any], padded: PaddedBatch, rows: int) -> dict[str, Any]:
-        cut: dict[str, Any] = {}
-        for name, value in outputs.items():
-            if name in self._plan.stage.ragged_outputs:
-                cut[name] = [value[i, : padded.lengths[i]] for i in range(rows)]
-            else:
-                cut[name] = value[:rows]
-        return cut
-
-    def _no_rows(self, columns: Mapping[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
-        """Outputs without rows, of the types that rows would have: the model is only traced."""
-        import jax
-        import numpy as np
-
-        stage = self._plan.stage
-        length = stage.buckets.lengths[0] if stage.buckets else 1
-        size = self._mesh.size
-        feed = {
-            name: jax.ShapeDtypeStruct((size, length), np.int32)
-            if values.dtype == object
-            else jax.ShapeDtypeStruct((size, *values.shape[1:]), _canonical(values).dtype)
-            for name, values in columns.items()
-        }
-        if stage.buckets:
-            feed[LENGTHS] = jax.ShapeDtypeStruct((size,), np.int32)
-        feed[MASK] = jax.ShapeDtypeStruct((size,), bool)
-        shapes = jax.eval_shape(stage.apply, self._params, feed)
-        empty = np.empty((0,), np.int64)
-        return PackedBatch(length, empty, size), {
-            name: np.empty((0, *shape.shape[1:]), shape.dtype) for name, shape in shapes.items()
-        }
-
-
-def _in_order(collected: list[tuple[Any, dict[str, Any]]], total: int) -> dict[str, Any]:
-    import numpy as np
-
-    order = np.argsort(np.concatenate([batch.rows for batch, _ in collected]), kind="stable")
-    if len(order) != total:
-        raise StageError(f"{total} rows went in, {len(order)} came out: a batch was lost.")
-    result: dict[str, Any] = {}
-    for name in collected[0][1]:
-        parts = [outputs[name] for _, outputs in collected]
-        if isinstance(parts[0], list):
-            flat = [row for part in parts for row in part]
-            ragged = np.empty(len(flat), dtype=object)
-            ragged[:] = [flat[i] for i in order]
-            result[name] = ragged
-        else:
-            result[name] = np.concatenate(parts)[order]
-    return result
-
-
-def _is_numeric(values: Any) -> bool:
-    import numpy as np
-
-    if values.dtype == object:
-        return all(isinstance(row, (np.ndarray, list)) for row in values)
-    return values.dtype.kind in "biufc" or "float" in values.dtype.name
-
-
-def _canonical(values: Any) -> Any:
-    import jax
-
-    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
-
-
-def _pad_rows(values: Any, size: int) -> Any:
-    import numpy as np
-
-    padded = np.zeros((size, *values.shape[1:]), values.dtype)
-    padded[: len(values)] = values
-    return padded
-
-
-def _repeat(text: str, rows: int) -> Any:
-    import numpy as np
-
-    return np.array([text] * rows, dtype=f"U{len(text)}") if rows else np.empty(0, dtype="U1")
-
-
-def _numbers(rows: int) -> Any:
-    import numpy as np
-
-    return np.arange(rows, dtype=np.int64)
+    def discard(self) -> None:
+        self._writer.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import pickle
@@ -20,28 +21,35 @@ from ray.exceptions import RayError
 from tpupipe.data.columns import to_numpy, to_table
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import Source, Unit, fingerprint_units
-from tpupipe.errors import BudgetExceededError, UserCodeError
+from tpupipe.errors import TpupipeError, UserCodeError
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
 from tpupipe.ledger.events import Seconds, event
 from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors, user_code
+from tpupipe.stages.committed import Compaction, resume_units
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import units_done
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
+from tpupipe.stages.unit_failures import UnitFailures, died_error, first_inputs, is_the_units_own
 from tpupipe.stages.units import (
     Committed,
     UnitTarget,
-    check_reused,
     commit_unit,
-    planned_units,
-    read_all_committed,
-    split_pending,
     write_manifest,
 )
 
 TELL_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class FailedUnit:
+    """A unit that failed as often as a unit may; ``died`` if its process died the last time."""
+
+    unit: str
+    error: TpupipeError
+    died: bool
 
 
 @dataclass(frozen=True)
@@ -54,38 +62,41 @@ class UnitTask:
     input_options: Mapping[str, Any]
     coordinator: CoordinatorHandle
     faults: tuple[Fault, ...]
-    worker_failures: int
+    unit_failures: int
     stall_timeout_s: float
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Reads, maps and commits the unit of one row of the dataset of units."""
+        """Reads, maps and commits the unit of one row of the dataset of units.
+
+        Returns:
+            The committed unit; or the unit and its error, if that failed too often. An error that is not about the unit
+            is raised.
+        """
         unit, index = pickle.loads(row["unit"]), row["index"]  # noqa: S301 - made by the driver
         arm_worker(self.faults, self.coordinator, self.target, stage=self.target.stage)
-        watchdog = Watchdog(self.stall_timeout_s, f"unit {unit.id}", self.target, self.coordinator, unit=unit.id)
-        with reported(self.coordinator, unit=unit.id), watchdog.watching():
-            self._begin(unit)
-            table = read_unit(self.source, unit, storage_options=self.input_options)
-            point("unit.read", index=index, unit=unit.id)
-            rows = to_table(self._mapped(unit, to_numpy(table)))
-            point("unit.mapped", index=index, unit=unit.id)
-            committed = commit_unit(self.target, unit, index, rows, rows_in=table.num_rows)
-        self.coordinator.report(event("unit", unit=unit.id, rows=committed.footer.rows))
-        return {"committed": pickle.dumps(committed)}
+        error: TpupipeError | None = None
+        # Counted over processes: Ray Data repeats a task whose process died for ever.
+        while self.coordinator.count(f"{self.target.stage}/{unit.id}") <= self.unit_failures:
+            watchdog = Watchdog(self.stall_timeout_s, f"unit {unit.id}", self.target, self.coordinator, unit=unit.id)
+            try:
+                with reported(self.coordinator, unit=unit.id), watchdog.watching():
+                    committed = self._run(unit, index)
+            except TpupipeError as raised:
+                if not is_the_units_own(raised):
+                    raise
+                error = raised
+                continue
+            self.coordinator.report(event("unit", unit=unit.id, rows=committed.footer.rows))
+            return {"committed": pickle.dumps(committed)}
+        died = died_error(self.target.stage, unit.id, "its map may need more memory than the host has")
+        return {"committed": pickle.dumps(FailedUnit(unit.id, error or died, died=error is None))}
 
-    def _begin(self, unit: Unit) -> None:
-        """Bounds how often a unit is begun: Ray Data repeats a task whose process died for ever."""
-        begun = self.coordinator.count(f"{self.target.stage}/{unit.id}")
-        if begun > 1 + self.worker_failures:
-            raise BudgetExceededError(
-                f"Unit {unit.id} of stage {self.target.stage!r} was begun {begun - 1} times, and its process died each "
-                f"time ({unit.parts[0].path} is its first input).",
-                hint="Its map may need more memory than the host has. budgets.worker_failures sets the budget.",
-                stage=self.target.stage,
-                unit=unit.id,
-                kind="worker_failures",
-                failures=begun - 1,
-                allowed=self.worker_failures,
-            )
+    def _run(self, unit: Unit, index: int) -> Committed:
+        table = read_unit(self.source, unit, storage_options=self.input_options)
+        point("unit.read", index=index, unit=unit.id)
+        rows = to_table(self._mapped(unit, to_numpy(table)))
+        point("unit.mapped", index=index, unit=unit.id)
+        return commit_unit(self.target, unit, index, rows, rows_in=table.num_rows)
 
     def _mapped(self, unit: Unit, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         with user_code("map", self.target.stage, unit=unit.id, first_input=unit.parts[0].path):
@@ -96,17 +107,16 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
     """Runs one ``Preprocess`` stage to its manifest.
 
     Raises:
-        UserCodeError: The job's function raised.
+        UserCodeError: The job's function raises on the first units it is given.
+        UnitsSetAsideError: Some units failed again and again; all others are committed.
         StageError: Ray gave up on the stage.
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
-    units = planned_units(run, stage.source)
+    units = run.inputs[stage.source]
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
-    pending, present = split_pending(run, stage.name, units)
-    reused = read_all_committed(run.store, present.values())
-    check_reused(stage.name, units, reused, "")
+    pending, reused = resume_units(run, stage.name, units, "")
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do" + (f", {len(reused)} done before" if reused else ""),
@@ -115,14 +125,25 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         pending=len(pending),
     )
     with seconds.measured("working"):
-        fresh = _map_units(stage, run, units, pending)
-        committed = [*reused, *fresh]
-        rows_in = sum(c.footer.rows_in for c in committed)
+        failures = UnitFailures(stage.name, run.config.budgets.unit_failures, len(pending), succeeded=bool(reused))
+        with Compaction(run, stage.name, reused) as compaction:
+            fresh = _map_units(stage, run, units, pending, failures=failures, compaction=compaction)
+        failures.check(first_inputs(pending, failures.set_aside), len(reused) + len(fresh))
+        rows_in = reused.total("rows_in") + sum(c.footer.rows_in for c in fresh)
+        committed = itertools.chain(reused, fresh)
         manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "rows_in": str(rows_in)})
-    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), len(reused), seconds)
+    return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
 
 
-def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending: Sequence[Unit]) -> list[Committed]:
+def _map_units(
+    stage: Preprocess,
+    run: StageRun,
+    units: Sequence[Unit],
+    pending: Sequence[Unit],
+    *,
+    failures: UnitFailures,
+    compaction: Compaction,
+) -> list[Committed]:
     if not pending:
         return []
     assert stage.map is not None  # noqa: S101 - the declaration has one of map and dataset
@@ -133,7 +154,7 @@ def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending:
         run.input_options,
         run.coordinator,
         run.faults,
-        run.config.budgets.worker_failures,
+        run.config.budgets.unit_failures,
         run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
     positions = {unit.id: index for index, unit in enumerate(units)}
@@ -144,9 +165,17 @@ def _map_units(stage: Preprocess, run: StageRun, units: Sequence[Unit], pending:
     done: list[Committed] = []
     told = time.monotonic()
     for row in _rows(dataset, run, stage.name):
-        done.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
+        answer = pickle.loads(row["committed"])  # noqa: S301 - made by our own task
         run.absorb(stage.name)
         run.stop.check()
+        if isinstance(answer, FailedUnit):
+            failures.give_up(answer.unit, answer.error, died=answer.died)
+            text = f"{stage.name}: unit {answer.unit} is set aside: {answer.error.message}"
+            run.log.emit("unit_set_aside", text, level=logging.ERROR, stage=stage.name, unit=answer.unit)
+            continue
+        failures.success()
+        done.append(answer)
+        compaction.add(answer)
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
             run.log.emit("progress", f"{stage.name}: {len(done)} of {len(pending)} units", stage=stage.name)
@@ -175,7 +204,8 @@ def _rows(dataset: ray.data.Dataset, run: StageRun, stage: str) -> Any:
     try:
         yield from dataset.iter_rows()
     except RayError as error:
-        raise failure_of(error, told_errors(run.absorb(stage)), stage) from error
+        told = [e for e in told_errors(run.absorb(stage)) if not is_the_units_own(e)]
+        raise failure_of(error, told, stage) from error
 
 
 # -- dataset=: the whole stage at once ------------------------------------------------------
@@ -252,4 +282,4 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
         manifest = write_manifest(
             run, stage.name, made, ordered, {"code": run.code, "source": inputs, "rows_in": str(sum(read.values()))}
         )
-    return units_done(manifest, run.store.uri(run.paths.stage(stage.name)), None, seconds)
+    return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), None, seconds)

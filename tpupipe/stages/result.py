@@ -18,8 +18,10 @@ class StageResult:
         rows_in: Input rows (training: rows fed, real ones).
         rows_out: Output rows.
         rows_dropped: Rows left out on purpose (a training tail).
+        rows_quarantined: Rows set aside with an error record each.
+        rows_truncated: Rows of which only the beginning was fed to the model.
         seconds: By kind, this attempt's.
-        metrics: Last metrics of training.
+        metrics: Last metrics of training; shapes and padding of inference.
         params_digest: sha256 over the parameters' bytes, training only.
         sample_digest: Hash over what was fed in which place, training only.
         uri: Where the outputs are.
@@ -34,6 +36,8 @@ class StageResult:
     uri: str
     seconds: Mapping[str, float]
     rows_dropped: int = 0
+    rows_quarantined: int = 0
+    rows_truncated: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     params_digest: str | None = None
     sample_digest: str | None = None

@@ -1,10 +1,9 @@
-"""Units: which are pending, how one is committed, and the manifest that ends a stage. Shared by preprocess and infer."""
+"""Units: how one is committed, and the manifest that ends a stage. Shared by preprocess and infer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tpupipe.data.chunks import (
@@ -17,19 +16,17 @@ from tpupipe.data.chunks import (
     merge_schemas,
     object_file,
 )
-from tpupipe.data.sample import sample_units
-from tpupipe.data.sources import Source, Unit, fingerprint_units
-from tpupipe.errors import DataError, ObjectExistsError, RunChangedError, StageError
+from tpupipe.data.sources import Unit, fingerprint_units
+from tpupipe.data.unit_writer import UnitWriter
+from tpupipe.errors import DataError, ObjectExistsError, StageError
 from tpupipe.faults.points import point
 from tpupipe.stages.base import StageRun
-from tpupipe.store.layout import RunPaths, parse_unit
+from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Fence
 from tpupipe.store.objects import ObjectInfo, Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-FOOTER_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class UnitTarget:
     sample: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Committed:
     """A committed unit: what its footer says, and its object."""
 
@@ -65,53 +62,42 @@ class Committed:
     schema: pa.Schema
     size_bytes: int
     crc32c: int | None
-
-
-def planned_units(run: StageRun, source: Source) -> list[Unit]:
-    """The units of a source under the run's sample, in input order.
-
-    Raises:
-        DataError: There are none.
-    """
-    units = source.units(storage_options=run.input_options)
-    return sample_units(units, run.sample) if run.sample != 1 else units
-
-
-def split_pending(run: StageRun, stage: str, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, ObjectInfo]]:
-    """Units without a committed object, and the objects of the others. One listing decides, nothing is guessed.
-
-    Raises:
-        StoreError: The listing failed.
-    """
-    committed: dict[str, ObjectInfo] = {}
-    for info in run.store.list(run.paths.units(stage) + "/"):
-        unit = parse_unit(info.name)
-        if unit is not None:
-            committed[unit] = info
-    wanted = {unit.id for unit in units}
-    return [u for u in units if u.id not in committed], {k: v for k, v in committed.items() if k in wanted}
+    generation: str = ""
 
 
 def commit_unit(target: UnitTarget, unit: Unit, index: int, table: pa.Table, *, rows_in: int) -> Committed:
+    """Creates the unit's one object out of its rows. See :func:`commit_written`."""
+    writer = UnitWriter(unit.id, target.chunk_rows)
+    writer.append(table)
+    return commit_written(target, unit, index, writer, UnitFooter(unit.id, rows_in=rows_in))
+
+
+def commit_written(target: UnitTarget, unit: Unit, index: int, writer: UnitWriter, counts: UnitFooter) -> Committed:
     """Creates the unit's one object: that is its commit.
 
     If it exists already (another try of the same task was faster), that one counts, provided it was made from the
     same input.
 
+    Args:
+        target: Where it goes.
+        unit: The unit.
+        index: Its position in the stage.
+        writer: Its rows.
+        counts: What was counted; fingerprints and the like are filled in here.
+
     Raises:
         FencedError: Another driver owns the run.
         StageError: The existing object was made from something else.
     """
-    footer = UnitFooter(
-        unit=unit.id,
-        rows_in=rows_in,
+    footer = replace(
+        counts,
         input_fingerprint=unit.fingerprint,
         params_fingerprint=target.params_fingerprint,
         code_fingerprint=target.code_fingerprint,
         lease_epoch=target.fence.epoch,
         sample=target.sample,
     )
-    data = encode_unit(table, chunk_rows=target.chunk_rows, footer=footer)
+    data = writer.finish(footer)
     target.fence.check()
     point("unit.before_commit", index=index, unit=unit.id)
     name = target.paths.unit(target.stage, unit.id)
@@ -122,35 +108,41 @@ def commit_unit(target: UnitTarget, unit: Unit, index: int, table: pa.Table, *, 
         _check_made_from(target.stage, committed, unit, target.params_fingerprint)
         return committed
     point("unit.after_commit", index=index, unit=unit.id)
-    return Committed(decode_footer(data), decode_schema(data), info.size, info.crc32c)
+    return Committed(decode_footer(data), decode_schema(data), info.size, info.crc32c, info.generation)
+
+
+def commit_errors(target: UnitTarget, unit: Unit, table: pa.Table) -> None:
+    """Creates the object with a unit's error records, before the unit's own: nothing is lost if this process dies between.
+
+    The same records give the same bytes under any lease. If an earlier try, which did not get to commit the unit, left
+    others, they are replaced.
+
+    Raises:
+        FencedError: Another driver owns the run.
+    """
+    footer = UnitFooter(
+        unit.id,
+        rows_bad=table.num_rows,
+        input_fingerprint=unit.fingerprint,
+        params_fingerprint=target.params_fingerprint,
+        code_fingerprint=target.code_fingerprint,
+        sample=target.sample,
+    )
+    data = encode_unit(table, chunk_rows=target.chunk_rows, footer=footer)
+    target.fence.check()
+    name = target.paths.unit_errors(target.stage, unit.id)
+    try:
+        target.store.create(name, data)
+    except ObjectExistsError:
+        committed = target.store.exists(target.paths.unit(target.stage, unit.id))
+        if not committed and target.store.read(name) != data:
+            target.store.put(name, data)
 
 
 def read_committed(store: Store, info: ObjectInfo) -> Committed:
     """What a committed unit says of itself; reads the end of its object only."""
     with object_file(store, info.name, info.size) as file:
-        return Committed(decode_footer(file), decode_schema(file), info.size, info.crc32c)
-
-
-def read_all_committed(store: Store, infos: Iterable[ObjectInfo]) -> list[Committed]:
-    """``read_committed`` of many, in parallel."""
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        return list(pool.map(lambda info: read_committed(store, info), infos))
-
-
-def check_reused(stage: str, units: Sequence[Unit], reused: Iterable[Committed], params_fingerprint: str) -> None:
-    """Refuses to mix outputs made from different inputs or parameters.
-
-    Raises:
-        RunChangedError: A committed unit was made from something else.
-    """
-    by_id = {unit.id: unit for unit in units}
-    for committed in reused:
-        try:
-            _check_made_from(stage, committed, by_id[committed.footer.unit], params_fingerprint)
-        except StageError as error:
-            raise RunChangedError(
-                error.message, hint="Use another --run for the changed inputs or parameters.", **error.data
-            ) from error
+        return Committed(decode_footer(file), decode_schema(file), info.size, info.crc32c, info.generation)
 
 
 def _check_made_from(stage: str, committed: Committed, unit: Unit, params_fingerprint: str) -> None:
@@ -160,18 +152,23 @@ def _check_made_from(stage: str, committed: Committed, unit: Unit, params_finger
         ("parameters", footer.params_fingerprint, params_fingerprint),
     ):
         if had != has:
-            raise StageError(
-                f"Unit {unit.id} of stage {stage!r} is committed, but was made from other {what} ({had} then, {has} now).",
-                stage=stage,
-                unit=unit.id,
-            )
+            raise made_from_other(stage, unit.id, what, had, has)
+
+
+def made_from_other(stage: str, unit: str, what: str, had: str, has: str) -> StageError:
+    """The error for a committed unit that was made from other input or parameters."""
+    return StageError(
+        f"Unit {unit} of stage {stage!r} is committed, but was made from other {what} ({had} then, {has} now).",
+        stage=stage,
+        unit=unit,
+    )
 
 
 def write_manifest(
     run: StageRun,
     stage: str,
     units: Sequence[Unit],
-    committed: Sequence[Committed],
+    committed: Iterable[Committed],
     fingerprints: Mapping[str, str],
 ) -> Manifest:
     """Ends a stage: lists every unit once, in input order.
@@ -180,7 +177,14 @@ def write_manifest(
         StageError: A unit is missing.
         DataError: Units have columns that do not go together, or there are no rows at all.
     """
-    by_id = {c.footer.unit: c for c in committed}
+    by_id: dict[str, tuple[ManifestUnit, int]] = {}
+    schemas: list[pa.Schema] = []
+    for c in committed:  # kept no longer than needed: there may be a million
+        place = place_of(schemas, c.schema)
+        by_id[c.footer.unit] = (
+            ManifestUnit(c.footer.unit, c.footer.rows, c.footer.chunks, c.size_bytes, c.crc32c),
+            place,
+        )
     missing = [unit.id for unit in units if unit.id not in by_id]
     if missing:
         raise StageError(
@@ -190,13 +194,20 @@ def write_manifest(
         )
     manifest = Manifest(
         stage,
-        tuple(
-            ManifestUnit(u.id, (c := by_id[u.id]).footer.rows, c.footer.chunks, c.size_bytes, c.crc32c) for u in units
-        ),
-        merge_schemas([by_id[u.id].schema for u in units]),
+        tuple(by_id[u.id][0] for u in units),
+        merge_schemas(schemas[place] for place in dict.fromkeys(by_id[u.id][1] for u in units)),
         {"inputs": fingerprint_units(units), **fingerprints},
     )
     return publish_manifest(run, manifest)
+
+
+def place_of(schemas: list[pa.Schema], schema: pa.Schema) -> int:
+    """Index of the schema among them; it is added if it is new. A stage has one or two."""
+    for index, known in enumerate(schemas):
+        if known.equals(schema, check_metadata=True):
+            return index
+    schemas.append(schema)
+    return len(schemas) - 1
 
 
 def publish_manifest(run: StageRun, manifest: Manifest) -> Manifest:

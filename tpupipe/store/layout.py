@@ -14,6 +14,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LEASE = re.compile(r"(\d{6,})\.json")
 _CHECKPOINT = re.compile(r"(\d{10,})-(\d{6,})(?:-(\d{4,}))?")
+_CLAIM = re.compile(r"(\d{6,})\.parquet")
+_DONE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d)\.json")
 _EVENTS = re.compile(r"(\d{6,})-(\d{6,})\.jsonl")
 
 
@@ -130,6 +132,10 @@ class RunPaths:
         """The object that says the stage is complete."""
         return f"{self.stage(stage)}/manifest.json"
 
+    def outputs(self, stage: str) -> str:
+        """Folder to tell a user of: where the stage's rows are."""
+        return self.stage(stage)
+
     def units(self, stage: str) -> str:
         """Folder of a stage's committed units."""
         return f"{self.stage(stage)}/units"
@@ -137,6 +143,14 @@ class RunPaths:
     def unit(self, stage: str, unit: str) -> str:
         """The object that is the commit of one unit."""
         return f"{self.units(stage)}/{_check_unit(unit)}.parquet"
+
+    def buckets(self, stage: str, declared: str) -> str:
+        """The bucket lengths chosen from the data for one declaration of ``Buckets.auto``, named by its hash."""
+        return f"{self.stage(stage)}/buckets/{check_name('declaration', declared)}.json"
+
+    def compacted(self, stage: str) -> str:
+        """A cache of what the committed units say of themselves; rewritten, and never needed."""
+        return f"{self.stage(stage)}/committed.arrows"
 
     def errors(self, stage: str) -> str:
         """Folder of a stage's error records."""
@@ -167,6 +181,104 @@ class RunPaths:
     def checkpoint_commit(self, stage: str, *, step: int, epoch: int, restart: int = 0) -> str:
         """The object that makes a checkpoint one."""
         return f"{self.checkpoint(stage, step=step, epoch=epoch, restart=restart)}/{COMMIT_NAME}"
+
+
+@dataclass(frozen=True)
+class GenerationPaths(RunPaths):
+    """The names of one generation of a dataset that grows tick by tick; ``run`` is the dataset's name.
+
+    Args:
+        number: The generation, from 1. Partitions of one generation were made by the same job.
+
+    >>> GenerationPaths("embed", "nightly", 1).table("scores")
+    'embed/datasets/nightly/generations/0001/tables/scores'
+    """
+
+    number: int
+
+    @property
+    def root(self) -> str:
+        """Folder of the generation, without a trailing '/'."""
+        return f"{self.job}/datasets/{self.run}/generations/{self.number:04d}"
+
+    @property
+    def begun(self) -> str:
+        """The object that makes the generation one, and says for which tick."""
+        return f"{self.root}/begun.json"
+
+    @property
+    def claims(self) -> str:
+        """Folder of the claims."""
+        return f"{self.root}/claims"
+
+    def claim(self, number: int) -> str:
+        """The object that says which inputs a tick takes."""
+        return f"{self.claims}/{number:06d}.parquet"
+
+    @property
+    def done(self) -> str:
+        """Folder of the records of complete ticks."""
+        return f"{self.root}/done"
+
+    def tick_done(self, tick: str) -> str:
+        """The object that says that a tick is complete."""
+        return f"{self.done}/{tick}.json"
+
+    def params(self, stage: str) -> str:
+        """Folder of the records of a stage's parameters."""
+        return f"{self.root}/params/{check_name('stage', stage)}"
+
+    def param(self, stage: str, number: int) -> str:
+        """Record ``number`` of the parameters that a stage's partitions were made with; the newest counts."""
+        return f"{self.params(stage)}/{number:04d}.json"
+
+    def table(self, stage: str) -> str:
+        """Folder that reads as one table, partitioned by ``date``."""
+        return f"{self.root}/tables/{check_name('stage', stage)}"
+
+    def tick(self, tick: str, tables: tuple[str, ...]) -> TickPaths:
+        """Names of the run that does one tick."""
+        return TickPaths(self.job, self.run, self.number, tick, tables)
+
+
+@dataclass(frozen=True)
+class TickPaths(GenerationPaths):
+    """The names of one tick's run: those of any run, but the rows of some stages are a partition of a table.
+
+    Args:
+        date: The tick.
+        tables: Stages whose units go to the partition ``date=<tick>`` of their table.
+    """
+
+    date: str
+    tables: tuple[str, ...]
+
+    @property
+    def generation(self) -> GenerationPaths:
+        """The generation it belongs to."""
+        return GenerationPaths(self.job, self.run, self.number)
+
+    @property
+    def root(self) -> str:
+        """Folder of the tick's run, without a trailing '/'."""
+        return f"{self.generation.root}/ticks/{self.date}"
+
+    @property
+    def compile_cache(self) -> str:
+        """Shared by all ticks of the generation."""
+        return self.generation.compile_cache
+
+    def outputs(self, stage: str) -> str:
+        """The table, or the stage's folder."""
+        return self.generation.table(stage) if stage in self.tables else self.stage(stage)
+
+    def units(self, stage: str) -> str:
+        """The partition, or the stage's own units."""
+        return f"{self.generation.table(stage)}/date={self.date}" if stage in self.tables else super().units(stage)
+
+    def errors(self, stage: str) -> str:
+        """Error records, partitioned like the table that their rows are missing in."""
+        return f"{self.generation.root}/errors/{check_name('stage', stage)}/date={self.date}"
 
 
 def _check_unit(unit: str) -> str:
@@ -206,6 +318,18 @@ def parse_unit(name: str) -> str | None:
     last = _last(name)
     unit = last.removesuffix(".parquet")
     return unit if unit != last and _UNIT.fullmatch(unit) else None
+
+
+def parse_claim(name: str) -> int | None:
+    """Number of a claim's object name, ``None`` for anything else."""
+    match = _CLAIM.fullmatch(_last(name))
+    return int(match[1]) if match else None
+
+
+def parse_tick_done(name: str) -> str | None:
+    """Tick of the name of a complete tick's record, ``None`` for anything else."""
+    match = _DONE.fullmatch(_last(name))
+    return match[1] if match else None
 
 
 def parse_lease(name: str) -> int | None:

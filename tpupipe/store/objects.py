@@ -23,7 +23,7 @@ _SLICE_BYTES = 8 << 20
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """What the store knows about an object.
 

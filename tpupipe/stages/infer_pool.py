@@ -1,0 +1,310 @@
+"""One inference worker per reserved host, and who does which unit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tpupipe.cluster.reservation import Host
+from tpupipe.data.sources import Unit
+from tpupipe.errors import BadRowError, StageError, TpupipeError
+from tpupipe.job import Infer, Quarantine
+from tpupipe.ledger.events import Seconds
+from tpupipe.stages.base import StageRun, failure_of, tell_fault
+from tpupipe.stages.committed import Compaction
+from tpupipe.stages.failures import Budget, Failure, Kind, loss, unreachable
+from tpupipe.stages.infer_rows import refused
+from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
+from tpupipe.stages.retry import charge
+from tpupipe.stages.unit_failures import Next, UnitFailures, died_error
+
+IN_FLIGHT = 3  # one is read, one computed, one written
+POLL_S = 0.5
+TELL_EVERY_S = 2.0
+GET_TIMEOUT_S = 300.0
+
+
+@dataclass
+class _Worker:
+    """One actor and the units given to it, oldest first."""
+
+    actor: Any
+    rank: int
+    started: Any  # resolves when the actor has started
+    given: dict[Any, Unit] = field(default_factory=dict)
+    alone: bool = False  # what it works on is suspected of killing workers: nothing else is given to it
+
+    def has_started(self) -> bool:
+        ready, _ = ray.wait([self.started], timeout=0)
+        if not ready:
+            return False
+        try:
+            return bool(ray.get(self.started, timeout=GET_TIMEOUT_S))
+        except RayError:
+            return False
+
+
+class InferPool:
+    """Gives units to workers; those of a lost worker go back to the queue.
+
+    Several units are in flight on a worker. When it dies, all of them are suspects, and each is tried again by itself:
+    only a death (or a stall) with one unit at work counts for that unit, all others count for the kind of failure.
+
+    Args:
+        stage: The declaration.
+        run: The run.
+        plan: What workers are given.
+        failures: Decides what becomes of units that fail.
+        bad_rows: Rows set aside in units that were committed before.
+        seconds: Where time is booked.
+    """
+
+    def __init__(
+        self,
+        stage: Infer,
+        run: StageRun,
+        plan: InferPlan,
+        *,
+        failures: UnitFailures,
+        bad_rows: int,
+        seconds: Seconds,
+    ) -> None:
+        self._stage = stage
+        self._run = run
+        self._plan = plan
+        self._positions: Mapping[str, int] = {}
+        self._failures = failures
+        self._bad_rows = bad_rows
+        self._seconds = seconds
+        self._in_flight = run.settings(stage.name).concurrency or IN_FLIGHT
+        self._budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+        self._workers: list[_Worker] = []
+        self._queue: deque[Unit] = deque()
+        self._suspects: deque[Unit] = deque()
+        self._errors: list[TpupipeError] = []  # of workers that could not start
+        self._away: list[TpupipeError] = []  # of units for which the store could not be reached
+        self._stalls: list[Mapping[str, Any]] = []
+
+    def work(self, units: Iterable[Unit], pending: Sequence[Unit], compaction: Compaction) -> list[UnitDone]:
+        """Does all pending units that can be done. Ends the workers on every way out.
+
+        Args:
+            units: All units of the stage, in input order.
+            pending: Those to do.
+            compaction: Takes note of what is done.
+        """
+        self._queue.extend(pending)
+        wanted = {unit.id for unit in pending}
+        self._positions = {unit.id: index for index, unit in enumerate(units) if unit.id in wanted}
+        done: list[UnitDone] = []
+        told = time.monotonic()
+        try:
+            self._start_all(min(len(pending), self._places()))
+            while self._queue or self._suspects or any(worker.given for worker in self._workers):
+                self._run.stop.check()
+                self._hand_out()
+                noted = len(done)
+                self._collect(done)
+                for each in done[noted:]:
+                    compaction.add(each.committed)
+                self._book()
+                if time.monotonic() - told > TELL_EVERY_S:
+                    told = time.monotonic()
+                    self._tell("progress", f"{len(done)} of {len(pending)} units")
+        finally:
+            for worker in self._workers:
+                ray.kill(worker.actor)
+            self._book()
+        return done
+
+    def _tell(self, kind: str, text: str, level: int = logging.INFO, **facts: Any) -> None:
+        self._run.log.emit(kind, f"{self._stage.name}: {text}", level=level, stage=self._stage.name, **facts)
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def _places(self) -> int:
+        reservation = self._run.reservation
+        return len(reservation.hosts) if reservation else self._run.config.cluster.gpus or 1
+
+    def _start_all(self, count: int) -> None:
+        self._workers = [self._start(rank) for rank in range(count)]
+
+    def _start(self, rank: int) -> _Worker:
+        # One thread more than units: a call that asks whether the worker has started must not wait for them.
+        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": self._in_flight + 1}
+        if self._run.reservation is None:
+            options["num_gpus"] = 1
+        else:
+            options.update(_placement(self._run.reservation.hosts[rank], self._run))
+        actor: Any = ray.remote(InferWorker).options(**options).remote(self._plan, rank)
+        return _Worker(actor, rank, actor.ready.remote())
+
+    # -- units -----------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        for worker in self._workers:
+            if not worker.given:
+                worker.alone = bool(self._suspects)
+                if worker.alone:
+                    self._give(worker, self._suspects.popleft())
+            while not worker.alone and self._queue and len(worker.given) < self._in_flight:
+                self._give(worker, self._queue.popleft())
+
+    def _give(self, worker: _Worker, unit: Unit) -> None:
+        worker.given[worker.actor.run.remote(unit, self._positions[unit.id])] = unit
+
+    def _collect(self, done: list[UnitDone]) -> None:
+        references = [reference for worker in self._workers for reference in worker.given]
+        if not ray.wait(references, num_returns=1, timeout=POLL_S)[0]:
+            return
+        ready = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
+        for worker in list(self._workers):
+            dead: RayError | None = None
+            for reference in [r for r in worker.given if r in ready]:
+                try:
+                    answer = ray.get(reference, timeout=GET_TIMEOUT_S)
+                except (RayActorError, GetTimeoutError) as error:
+                    dead = error
+                    continue
+                except RayError as error:
+                    self._book()
+                    raise failure_of(error, self._errors, self._stage.name) from error
+                self._settle(worker, worker.given.pop(reference), answer, done)
+            if dead is not None:
+                self._replace(worker, dead)
+                break  # the set of workers may be another one now
+        if self._away:
+            self._charge_store(self._away)
+
+    def _settle(self, worker: _Worker, unit: Unit, answer: UnitDone | UnitFailed, done: list[UnitDone]) -> None:
+        if isinstance(answer, UnitFailed) and unreachable(answer.error):
+            self._away.append(answer.error)
+            (self._suspects if worker.alone else self._queue).appendleft(unit)
+            return
+        if isinstance(answer, UnitFailed):
+            self._again(unit, self._failures.raised(unit.id, answer.error), answer.error, self._queue)
+            return
+        self._failures.success()
+        done.append(answer)
+        self._bad_rows += answer.committed.footer.rows_bad
+        allowed = self._stage.bad_rows
+        if answer.last_bad is not None and isinstance(allowed, Quarantine) and self._bad_rows > allowed.max:
+            more = f" {self._bad_rows} rows of the stage are set aside by now; bad_rows allows {allowed.max}."
+            hint = "Quarantine(max=...) says how many it allows."
+            raise refused(self._stage.name, unit.id, answer.last_bad, more, hint=hint, over_limit=True)
+
+    def _again(self, unit: Unit, decision: Next, error: TpupipeError, queue: deque[Unit]) -> None:
+        if decision is Next.AGAIN:
+            queue.append(unit)
+            self._tell("unit_failed", f"unit {unit.id} failed and is tried again: {error.message}", logging.WARNING)
+        else:
+            self._tell("unit_set_aside", f"unit {unit.id} is set aside: {error.message}", logging.ERROR, unit=unit.id)
+
+    def _replace(self, worker: _Worker, error: RayError) -> None:
+        """Starts another worker in place of a lost one, on a new slice if a host was lost."""
+        self._book()
+        reservation = self._run.reservation
+        lost = reservation.lost_hosts() if reservation else []
+        gone = self._workers if lost else [worker]
+        if self._errors:  # it did not die, it said why it could not start
+            if not all(map(unreachable, self._errors)):
+                raise self._errors[0]
+            self._charge_store(self._errors)
+        else:
+            failure = self._failure(worker, error, lost)
+            if not lost and len(worker.given) == 1 and worker.has_started():
+                self._blame(worker, failure)
+            else:
+                units_back = sum(len(each.given) for each in gone)
+                charge(self._run, self._budget, failure, units_back=units_back)
+        for each in reversed(gone):
+            # All units of a process that died by itself are suspects; those of a lost host are not.
+            suspect = each.alone or (not lost and each.has_started())
+            (self._suspects if suspect else self._queue).extendleft(reversed(each.given.values()))
+            ray.kill(each.actor)
+        if lost and reservation is not None:
+            reservation.renew(loss([h.slice_index for h in reservation.hosts], [h.slice_index for h in lost])[1])
+            self._start_all(len(self._workers))
+        else:
+            self._workers[self._workers.index(worker)] = self._start(worker.rank)
+
+    def _blame(self, worker: _Worker, failure: Failure) -> None:
+        """Counts a death for the only unit that was at work, and takes it from the worker."""
+        [unit] = worker.given.values()
+        worker.given.clear()
+        text = f"{failure.what} at unit {unit.id} (charged to the unit)"
+        self._tell("failure", text, logging.WARNING, unit=unit.id, failure=asdict(failure), units_back=1)
+        stalled = failure.kind is Kind.STALLED
+        told = f"{failure.what} (stacks: {failure.stacks})" if stalled else failure.detail
+        died = died_error(self._stage.name, unit.id, told)
+        self._again(unit, self._failures.died(unit.id, died), died, self._suspects)
+
+    def _failure(self, worker: _Worker, error: RayError, lost: Sequence[Host]) -> Failure:
+        reservation = self._run.reservation
+        if lost and reservation is not None:
+            kind, what = loss([h.slice_index for h in reservation.hosts], [h.slice_index for h in lost])
+            return Failure(kind, None, what, str(error))
+        given = {unit.id for unit in worker.given.values()}
+        stalls = [stall for stall in self._stalls if stall["unit"] in given]
+        if stalls:  # each unit in flight has a watchdog
+            self._stalls = [stall for stall in self._stalls if stall not in stalls]
+            what = f"inference worker {worker.rank}: {stalls[0]['phase']}"
+            return Failure(Kind.STALLED, None, what, stalls[0]["traceback"], stalls[0]["uri"])
+        return Failure(Kind.WORKER, None, f"inference worker {worker.rank} died", str(error))
+
+    def _charge_store(self, errors: list[TpupipeError]) -> None:
+        what = errors[0].message.splitlines()[0]
+        errors.clear()
+        charge(self._run, self._budget, Failure(Kind.STORE, None, what))
+
+    def _book(self) -> None:
+        for record in self._run.absorb(self._stage.name):
+            match record["kind"]:
+                case "starting":
+                    self._seconds.add("starting", record["seconds"] / len(self._workers or [None]))
+                case "compiling":
+                    self._seconds.add("compiling", record["seconds"] / len(self._workers or [None]))
+                    if not record["ahead"]:
+                        self._tell("recompiled", f"compiled on the way: {record['shapes']}", logging.WARNING)
+                case "worker_error" if "unit" not in record:  # a unit's error comes as its answer
+                    told = record["error"] or StageError(
+                        f"Stage {self._stage.name!r}: a worker could not start: {record['what']}\n{record['traceback']}"
+                    )
+                    self._errors.append(told)
+                case "stalled":
+                    self._stalls.append(record)
+                    self._tell("stall", record["what"], logging.WARNING, uri=record["uri"])
+                case "fault":
+                    tell_fault(self._run, self._stage.name, record)
+
+
+def too_many_bad_rows(stage: Infer, uri: str, rows: int) -> BadRowError | None:
+    """The error of a stage in which more rows were set aside before than it allows now."""
+    if not isinstance(stage.bad_rows, Quarantine) or rows <= stage.bad_rows.max:
+        return None
+    return BadRowError(
+        f"Stage {stage.name!r}: {rows} rows were set aside already; bad_rows allows {stage.bad_rows.max}. They are in {uri}.",
+        hint="Mend them in a new --run, or allow more: Quarantine(max=...).",
+        stage=stage.name,
+    )
+
+
+def _placement(host: Host, run: StageRun) -> dict[str, Any]:
+    spec = run.config.cluster.slice_spec()
+    chips = spec.chips_per_host if spec else 0
+    placement: dict[str, Any] = {
+        "resources": {"TPU": chips},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(host.group, placement_group_bundle_index=host.bundle),
+    }
+    if run.config.cluster.kind == "tpu":
+        # Each host works alone: libtpu must not wait for the other hosts of the slice.
+        placement["runtime_env"] = {"env_vars": {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}}
+    return placement
