@@ -17,7 +17,7 @@ import numpy as np
 import ray
 
 from tests.e2e import small
-from tpupipe.cluster.connect import connected, ship_by_value
+from tpupipe.cluster.connect import connected, ship_by_value, warm_cluster
 from tpupipe.cluster.fake import FakeClusterState
 from tpupipe.cluster.reservation import held_groups
 from tpupipe.config import ClusterConfig, Config
@@ -70,6 +70,12 @@ class World:
             check=False,
             timeout=240,
         )
+
+    def hosts(self, slice_name: str) -> list[int]:
+        """Process ids of the raylets of a slice's hosts now."""
+        state = warm_cluster(self.root)
+        assert state is not None
+        return [pid for host, pid in state.hosts.items() if host.startswith(slice_name + "/")]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "TPUPIPE_ROOT": str(self.base)}
