@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_and_a_lost_slice(runner: Runner, undisturbed: RunR
     assert {e["step"] for e in told} == {6}
     assert damage["object"].startswith(told[0]["folder"])
     assert [e["step"] for e in runner.events("a", "train_start")] == [0, 3, 3]
-    assert [e["failure"]["kind"] for e in runner.events("a", "failure")] == ["host_failures", "worker_failures"]
+    assert [e["failure"]["kind"] for e in runner.events("a", "failure")] == ["slice_failures", "worker_failures"]
     fired(runner, "kill-worker")
     assert [e["lost_steps"] for e in runner.events("a", "restored") if "lost_steps" in e] == [5]
     assert [e["lost_steps"] for e in runner.events("a", "recovered")] == [5]
