@@ -94,9 +94,13 @@ def test_a_store_that_says_503_twice_has_the_save_and_the_repeats_are_recorded(s
     """The record, and the arrays: refused twice, accepted then; what was repeated is told with the commit."""
     result = save(f"503@create,times=2,name={name}", timeout_s=20)
     assert result["error"] is None
-    assert result["told"] == [[1, 0], [2, 2]]
+    (first, none), (second, repeated) = result["told"]
+    assert (first, none, second) == (1, 0, 2)
     assert committed(store) == [1, 2]
-    if name == "COMMIT.json":
+    if name == "/d/":
+        assert 1 <= repeated <= 2, "TensorStore counts its own retries, and may see one refusal for two of its writes"
+    else:
+        assert repeated == 2
         assert len([line for line in result["logged"] if name in line and "503" in line]) == 2
 
 
