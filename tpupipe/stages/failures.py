@@ -52,7 +52,7 @@ class BackOff:
     def after_s(self, failures: int) -> float:
         """Seconds to wait after failure number ``failures`` of the kind, from 1.
 
-        >>> [BackOff(at_once=1, first_s=1, longest_s=30).after_s(n) for n in (1, 2, 3, 4, 99)]
+        >>> [BackOff(at_once=1, first_s=1.0, longest_s=30.0).after_s(n) for n in (1, 2, 3, 4, 99)]
         [0.0, 1.0, 2.0, 4.0, 30.0]
         """
         waits = failures - self.at_once
