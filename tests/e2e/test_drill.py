@@ -46,7 +46,7 @@ def test_a_job_that_keeps_its_promises_passes(drill: Any) -> None:
     assert (verdict["fired"], verdict["faults"], verdict["attempts"]) == (3, 3, 2)
     assert (verdict["lost_steps"], verdict["allowed_steps"]) == ([2], 5)
     assert verdict["rows_redone"] == 2 * 10 + 10, "two steps of ten rows, and the unit"
-    assert len(verdict["recoveries_s"]) == 2
+    assert len(verdict["recoveries_s"]) in {1, 2}, "the other worker may have scored the unit before a new one is ready"
     assert (suite.get("tests"), suite.get("failures")) == ("1", "0")
     assert json.loads((Path(report["folder"]) / "drill.json").read_text()) == report
     assert "both: passed" in said
@@ -59,7 +59,7 @@ def test_broken_promises_are_found_and_named(drill: Any) -> None:
     status, report, suite, said = drill(
         "tests.e2e.mutants",
         [
-            {"name": "early-record", "faults": early, "set": ["budgets.worker_failures=1"]},
+            {"name": "early-record", "faults": early, "set": ["budgets.worker_failures=1", "budgets.store_failures=1"]},
             {"name": "batch-and-row", "faults": [*later, "raise@train.step=77"]},
         ],
     )
