@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.e2e.harness import REPOSITORY, Runner
 from tpupipe.run import RunResult
 
@@ -70,6 +72,7 @@ def test_a_damaged_checkpoint_and_a_lost_slice(runner: Runner, undisturbed: RunR
     assert [e["step"] for e in runner.events("a", "restored") if "seconds" in e] == [3]
 
 
+@pytest.mark.soak  # seven starts of a driver; the drill's plan has the same kills
 def test_the_driver_killed_at_each_of_its_places_in_a_store_that_refuses(
     runner: Runner, undisturbed: RunResult
 ) -> None:

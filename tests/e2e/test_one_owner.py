@@ -79,7 +79,13 @@ def driver(runner: Runner, tmp_path: Path) -> Iterator[Callable[..., subprocess.
         process.wait()
 
 
-@pytest.mark.parametrize("workers_too", [False, True], ids=["the-driver", "driver-and-workers"])
+@pytest.mark.parametrize(
+    "workers_too",
+    [
+        pytest.param(False, id="the-driver"),
+        pytest.param(True, id="driver-and-workers", marks=pytest.mark.soak),  # the same refusals, later
+    ],
+)
 def test_a_paused_driver_that_lost_its_run_is_refused(
     runner: Runner,
     undisturbed: RunResult,
