@@ -74,5 +74,5 @@ def test_broken_promises_are_found_and_named(drill: Any) -> None:
     assert "params_digest differs from the reference: leaf ['order'][5, 0]: 60 instead of 50" in params
     assert "sample_digest differs from the reference: other rows" in samples
     assert "between step 5 and step 10" in samples
-    assert "stage scores, unit 000004-" in rows
+    assert "stage scores, unit 0000" in rows, "the killed unit, or one that was in flight beside it and done again"
     assert "row 0, column 'row': 1 instead of 0 (1 row(s) of the reference are missing)" in rows
