@@ -6,6 +6,8 @@ Exit status: 0 every scenario that was run passed, 1 something differs or the re
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +69,8 @@ def drill_command(
             seed=seed if random else None,
         )
         set_up_logs("info", "text", {})
-        report = run_drill(job, config, overrides or (), options, lambda text: typer.echo(text, err=True))
+        with redirect_stdout(sys.stderr):  # Ray prints warnings of its nodes there
+            report = run_drill(job, config, overrides or (), options, lambda text: typer.echo(text, err=True))
         _print(report, as_json, junit)
     if report.status != "passed":
         raise typer.Exit(1)
