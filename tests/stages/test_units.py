@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from tpupipe.data.chunks import Manifest, decode_unit
+from tpupipe.data.chunks import Manifest, UnitFooter, decode_footer, decode_schema, decode_unit, encode_unit
+from tpupipe.data.columns import to_table
+from tpupipe.data.schemas import merge_schemas
 from tpupipe.data.sources import Unit
 from tpupipe.errors import FencedError, StageError
 from tpupipe.stages.units import (
+    Committed,
     UnitTarget,
     commit_errors,
     commit_unit,
@@ -161,3 +166,15 @@ class LaterFence:
     def __init__(self, fence):
         self.epoch = fence.epoch + 1
         self.check = fence.check
+
+
+def test_a_committed_unit_comes_from_a_worker_with_the_schema_of_its_file():
+    """What a task sends back and what a resumed run reads of the object are one schema, or the stage could not end."""
+    table = to_table({"tokens": np.zeros((3, 5), np.uint8)})
+    footer = UnitFooter("u", rows_in=3)
+    data = encode_unit(table, chunk_rows=2, footer=footer)
+    committed = Committed(decode_footer(data), decode_schema(data), len(data), None)
+    sent = pickle.loads(pickle.dumps(committed))
+    assert sent == committed
+    assert str(sent.schema.field("tokens").type) == str(committed.schema.field("tokens").type)
+    merge_schemas([sent.schema, decode_schema(data)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpupipe.data.chunks import (
     Manifest,
@@ -63,6 +63,17 @@ class Committed:
     size_bytes: int
     crc32c: int | None
     generation: str = ""
+
+    def __reduce__(self) -> Any:
+        """As bytes of Arrow's own: pickling a schema forgets the names inside of fixed-size lists."""
+        schema = self.schema.serialize().to_pybytes()
+        return _committed, (self.footer, schema, self.size_bytes, self.crc32c, self.generation)
+
+
+def _committed(footer: UnitFooter, schema: bytes, size_bytes: int, crc32c: int | None, generation: str) -> Committed:
+    import pyarrow as pa
+
+    return Committed(footer, pa.ipc.read_schema(pa.py_buffer(schema)), size_bytes, crc32c, generation)
 
 
 def commit_unit(target: UnitTarget, unit: Unit, index: int, table: pa.Table, *, rows_in: int) -> Committed:
