@@ -35,8 +35,8 @@ from benchmarks.ours import run_job, stage_events, take_inputs
 WORK = Work(steps=300, save_every=20, batch_size=64)
 KILL_AT_STEP = 230
 RESTORED_STEP = 220
-ONE_RUN_TIMEOUT_S = 240.0
-TOTAL_TIMEOUT_S = 1200.0
+ONE_RUN_TIMEOUT_S = 400.0
+TOTAL_TIMEOUT_S = 1500.0
 
 # By name of the part: the event that ends it. Of processes that do a part side by side, the last one counts.
 ENDS = {
