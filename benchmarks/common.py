@@ -13,18 +13,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tpupipe.cluster.connect import cluster_down, cluster_up
 from tpupipe.cluster.fake import FakeClusterSpec
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.local.server import embedded_store
+from tpupipe.stop import terminated_as_interrupted
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLICE = SliceSpec("v6e", "2x4", chips_per_vm=4)
 CPUS_PER_HOST = 8
 LOCAL_ROOT = ".tpupipe"
 ENDED_S = 10.0
+NOT_QUIET = "The machine was busy with other work (or does not say): do not compare these numbers, repeat when quiet."
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class World:
 @contextlib.contextmanager
 def world() -> Iterator[World]:
     """Starts the slice and the store, and stops them however the measurement ends."""
-    with tempfile.TemporaryDirectory(prefix="tpupipe-bench-") as folder, sigterm_raises():
+    with tempfile.TemporaryDirectory(prefix="tpupipe-bench-") as folder, terminated_as_interrupted():
         base = Path(folder)
         with embedded_store(base / LOCAL_ROOT) as endpoint:
             try:
@@ -134,20 +136,6 @@ def world() -> Iterator[World]:
                 yield World(base, state.address, endpoint)
             finally:
                 cluster_down(base / LOCAL_ROOT)
-
-
-@contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Has SIGTERM unwind like Ctrl-C, so that what was started is stopped."""
-
-    def stop(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_python(

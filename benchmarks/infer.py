@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import SLICE, BenchmarkError, Deadline, busy_share, say, world
+from benchmarks.common import NOT_QUIET, SLICE, BenchmarkError, Deadline, busy_share, say, world
 from benchmarks.contenders import Contenders
 from benchmarks.rows import Encoded, RowsWork, read_vectors, require_each_once, require_same
 
@@ -267,9 +267,7 @@ def table(result: Mapping[str, Any]) -> str:
             verdict = "met" if met(result)[key] else "NOT met"
             lines.append(f"{key:16}{result[key]:>8.3f}   wanted: {how} {bound}: {verdict}")
     if not result.get("quiet", True):
-        lines.append(
-            "The machine was busy with other work (or does not say): do not compare these numbers, repeat when quiet."
-        )
+        lines.append(NOT_QUIET)
     return "\n".join(lines)
 
 

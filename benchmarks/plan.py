@@ -26,7 +26,8 @@ from typing import Any, Self
 import pyarrow as pa
 
 from tpupipe.data.chunks import Manifest, ManifestUnit, UnitFooter, encode_unit, merge_schemas
-from tpupipe.data.sources import Files, InputFile, Unit
+from tpupipe.data.listing import InputFile
+from tpupipe.data.sources import Files, Unit
 from tpupipe.errors import ObjectNotFoundError
 from tpupipe.stages.committed import CommittedUnits, resume_units
 from tpupipe.stages.finished import read_manifest

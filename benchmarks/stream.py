@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import sigterm_raises
 from tpupipe.data.chunks import ChunkReader, Manifest, ManifestUnit, UnitFooter, decode_footer, encode_unit, to_table
 from tpupipe.data.stream import Stream, digest
 from tpupipe.local.server import embedded_store
+from tpupipe.stop import terminated_as_interrupted
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.objects import Store, open_store
 
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--rows-per-s", type=float, default=115.0, help="what the training loop takes")
     options = parser.parse_args()
     sizes, units, seconds = ((32,), 4, 3.0) if options.quick else ((32, 256, 2048), 24, ONE_CASE_S)
-    with sigterm_raises():
+    with terminated_as_interrupted():
         results = measure_all(sizes, units, seconds, options.rows_per_s)
     if options.json:
         text = json.dumps({"rows_per_s_needed": options.rows_per_s, "cases": results})

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import (
+    NOT_QUIET,
     SLICE,
     BenchmarkError,
     Deadline,
@@ -210,9 +211,7 @@ def table(result: Mapping[str, Any]) -> str:
             f"tpupipe / {other}: median {ratio['median']:.2f} ({each}), best interval {ratio['best_interval']:.2f}"
         )
     if not result["quiet"]:
-        lines.append(
-            "The machine was busy with other work (or does not say): do not compare these numbers, repeat when quiet."
-        )
+        lines.append(NOT_QUIET)
     return "\n".join(lines)
 
 

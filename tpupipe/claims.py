@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tpupipe.data.sources import InputFile
+from tpupipe.data.listing import InputFile
 from tpupipe.errors import DataError, ObjectExistsError
 from tpupipe.faults.points import point
 from tpupipe.store.layout import GenerationPaths, parse_claim

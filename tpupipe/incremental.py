@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tpupipe.claims import Claim, changed_inputs, claim_inputs, read_claims
 from tpupipe.config import Config
+from tpupipe.data.listing import InputFile, list_files
 from tpupipe.data.sample import parse_sample, sample_units
-from tpupipe.data.sources import InputFile, Source, Unit, fingerprint_units, list_files
+from tpupipe.data.sources import Source, Unit, fingerprint_units
 from tpupipe.errors import DataError, JobError, ObjectExistsError, RunChangedError, RunHeldError
 from tpupipe.faults.points import point
 from tpupipe.identity import Identity, check_identity, identify, settle_identity

@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 from tpupipe.errors import InterruptedRunError
 
@@ -83,3 +84,17 @@ class StopRequest:
         logger.warning("%s: saving and ending; once more ends at once", name)
         if not self._handled:
             self.check()
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C while inside: on the way out everything that was started is ended."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import ALL_IDS, REPOSITORY, Runner, nothing_is_held, same_answer
+from tests.processes import killed_at_the_end
 from tpupipe.checkpoint.verify import list_checkpoints, read_commit
 from tpupipe.run import RunResult
 from tpupipe.stages.units import read_committed
@@ -57,26 +58,32 @@ def driver(runner: Runner, tmp_path: Path) -> Iterator[Callable[..., subprocess.
     """Starts the small job on a slice of one host as a process; whatever is left of it goes on and is killed."""
     config = tmp_path / "world.yaml"
     config.write_text(runner.config({}, cluster=ONE_HOST).model_dump_json(exclude_none=True))  # JSON is YAML
-    started: list[subprocess.Popen[str]] = []
+    with killed_at_the_end() as started:
 
-    def begin(*arguments: str) -> subprocess.Popen[str]:
-        number = len(started)
-        with (tmp_path / f"out{number}").open("w") as out, (tmp_path / f"log{number}").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.small", "-c", str(config), "--run", runner.name + "a", *arguments],
-                cwd=REPOSITORY,
-                env=runner.world.environment(),
-                stdout=out,
-                stderr=log,
-                text=True,
-            )
-        started.append(process)
-        return process
+        def begin(*arguments: str) -> subprocess.Popen[str]:
+            number = len(started)
+            with (tmp_path / f"out{number}").open("w") as out, (tmp_path / f"log{number}").open("w") as log:
+                process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "tests.e2e.small",
+                        "-c",
+                        str(config),
+                        "--run",
+                        runner.name + "a",
+                        *arguments,
+                    ],
+                    cwd=REPOSITORY,
+                    env=runner.world.environment(),
+                    stdout=out,
+                    stderr=log,
+                    text=True,
+                )
+            started.append(process)
+            return process
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
+        yield begin
 
 
 @pytest.mark.parametrize(

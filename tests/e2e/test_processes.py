@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import REPOSITORY, write_ids
+from tests.processes import killed_at_the_end
 
 CONFIG = """
 store: {{uri: gs://tests/runs, embedded: true, root: "{root}"}}
@@ -25,28 +26,25 @@ job: {{inputs: "{inputs}", steps: 4, every: 2, break_at: "{break_at}"}}
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a run of the small job with a faked slice and a store of its own, marked so that all of it can be found."""
-    started: list[subprocess.Popen[str]] = []
+    with killed_at_the_end() as started:
 
-    def begin(*arguments: str, break_at: str = "") -> subprocess.Popen[str]:
-        config = tmp_path / f"world{len(started)}.yaml"
-        inputs = write_ids(tmp_path / "in", 40)
-        config.write_text(CONFIG.format(root=tmp_path / ".tpupipe", inputs=inputs, break_at=break_at))
-        log = (tmp_path / f"log{len(started)}").open("w")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.small", "-c", str(config), "--run", "a", *arguments],
-            cwd=REPOSITORY,
-            env={**os.environ, "TPUPIPE_TEST_MARK": str(tmp_path)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-        return process
+        def begin(*arguments: str, break_at: str = "") -> subprocess.Popen[str]:
+            config = tmp_path / f"world{len(started)}.yaml"
+            inputs = write_ids(tmp_path / "in", 40)
+            config.write_text(CONFIG.format(root=tmp_path / ".tpupipe", inputs=inputs, break_at=break_at))
+            log = (tmp_path / f"log{len(started)}").open("w")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.small", "-c", str(config), "--run", "a", *arguments],
+                cwd=REPOSITORY,
+                env={**os.environ, "TPUPIPE_TEST_MARK": str(tmp_path)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            started.append(process)
+            return process
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
+        yield begin
     for left in marked(tmp_path):
         left.kill()
 

@@ -358,7 +358,7 @@ def test_a_zombie_claims_nothing(world):
     """A driver that lost its tick is refused before it claims."""
     world.write("a.jsonl", 1)
     from tpupipe.claims import claim_inputs
-    from tpupipe.data.sources import list_files
+    from tpupipe.data.listing import list_files
     from tpupipe.errors import FencedError
 
     paths = world.tick_paths(ONE)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.places import Place
+from tests.processes import killed_at_the_end
 from tpupipe.errors import ObjectNotFoundError
 from tpupipe.store.layout import RunPaths, parse_lease
 from tpupipe.store.lease import Standing, read_standing
@@ -147,25 +148,22 @@ def raced(place: Place, tmp_path: Path) -> Raced:
 @pytest.fixture
 def drive(raced: Raced) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts an unmodified driver with its output in a log of its own; whatever is left of it is killed at the end."""
-    started: list[subprocess.Popen[str]] = []
+    with killed_at_the_end() as started:
 
-    def begin(log: str, run: str, *arguments: str) -> subprocess.Popen[str]:
-        with (raced.folder / log).open("w") as output:
-            driver = subprocess.Popen(
-                [str(Path(sys.executable).with_name("tpupipe")), *raced.arguments(run, *arguments)],
-                cwd=raced.folder,
-                env=raced.environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        started.append(driver)
-        return driver
+        def begin(log: str, run: str, *arguments: str) -> subprocess.Popen[str]:
+            with (raced.folder / log).open("w") as output:
+                driver = subprocess.Popen(
+                    [str(Path(sys.executable).with_name("tpupipe")), *raced.arguments(run, *arguments)],
+                    cwd=raced.folder,
+                    env=raced.environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            started.append(driver)
+            return driver
 
-    yield begin
-    for driver in started:
-        driver.kill()
-        driver.wait()
+        yield begin
 
 
 def is_told_who_holds_the_run(said: str, run: str, pid: int) -> None:

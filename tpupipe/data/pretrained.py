@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpupipe.data.sources import input_errors, open_filesystem
+from tpupipe.data.listing import input_errors, open_filesystem
 from tpupipe.errors import DataError, JobError
 
 

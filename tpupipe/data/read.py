@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tpupipe.data.listing import input_errors, open_filesystem
 from tpupipe.data.sources import (
     COMPRESSED,
     Files,
@@ -15,8 +16,6 @@ from tpupipe.data.sources import (
     Part,
     Source,
     Unit,
-    input_errors,
-    open_filesystem,
 )
 from tpupipe.errors import DataError, TpupipeError
 

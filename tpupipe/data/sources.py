@@ -11,18 +11,15 @@ import itertools
 import marshal
 import operator
 import os
-import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
-from tpupipe.errors import DataError, JobError, StoreDeniedError, StoreError, TpupipeError
+from tpupipe.data.listing import InputFile, input_errors, list_files, open_filesystem
+from tpupipe.errors import DataError, JobError
 
 PartKind: TypeAlias = Literal["file", "bytes", "rows"]
 
@@ -31,8 +28,6 @@ _MIN_FILE_COST = 1024  # bytes a file counts for at least, so that a unit never 
 _FOOTER_THREADS = 16
 _BLOCK = 1024  # units
 _ID_DIGITS = 6
-_REMOTE_LIBRARIES = ("gcsfs", "aiohttp", "google")  # their errors are not all OSErrors
-_MAGIC = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +74,6 @@ class Unit:
     def size_bytes(self) -> int:
         """Input bytes of all parts."""
         return sum(part.size_bytes for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """One listed input file.
-
-    Attributes:
-        path: Absolute local path, or a URI.
-        size_bytes: Its size.
-        version: Generation, etag or modification time.
-        modified_s: When it was written, seconds since 1970, where the store tells (not part of equality).
-    """
-
-    path: str
-    size_bytes: int
-    version: str
-    modified_s: float | None = field(default=None, compare=False)
 
 
 _Packed: TypeAlias = tuple[str, str, list[tuple[Any, ...]]]  # id, fingerprint, parts
@@ -369,106 +347,7 @@ class Parquet(Source):
         return parts or [Part(file.path, 0, 0, "rows", 0, file.size_bytes, file.version)]
 
 
-# -- listing --------------------------------------------------------------------------------
-
-
-def open_filesystem(path: str, filesystem: Any = None, storage_options: Mapping[str, Any] | None = None) -> Any:
-    """The fsspec filesystem for ``path``; ``filesystem`` itself where given."""
-    if filesystem is not None:
-        return filesystem
-    import fsspec
-
-    return fsspec.core.url_to_fs(path, **(storage_options or {}))[0]
-
-
-@contextmanager
-def input_errors(operation: str, path: str) -> Iterator[None]:
-    """Turns what a file system raises into the project's errors.
-
-    Raises:
-        DataError: The file does not exist.
-        StoreError: Anything else that went wrong between here and the file.
-    """
-    try:
-        yield
-    except TpupipeError:
-        raise
-    except FileNotFoundError as error:
-        raise DataError(f"The input {path} does not exist (any more).", path=path) from error
-    except Exception as error:
-        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _REMOTE_LIBRARIES:
-            raise
-        denied = isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403)
-        kind = StoreDeniedError if denied else StoreError
-        raise kind(f"Could not {operation} the input {path}: {error}", operation=operation, uri=path) from error
-
-
-def list_files(
-    patterns: Sequence[str],
-    filesystem: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    none_ok: bool = False,
-) -> list[InputFile]:
-    """The files the patterns match, each once, sorted by path.
-
-    Raises:
-        DataError: A pattern matches nothing, and ``none_ok`` is false.
-        StoreError: Listing failed.
-    """
-    found: dict[str, InputFile] = {}
-    for pattern in patterns:
-        fs = open_filesystem(pattern, filesystem, storage_options)
-        with input_errors("list", pattern):
-            matches = _match(fs, pattern)
-        if not matches and not none_ok:
-            raise DataError(
-                f"The input pattern {pattern!r} matches no file.",
-                hint="Give a glob, a folder or a file; names that begin with a dot are skipped.",
-                pattern=pattern,
-            )
-        found.update((file.path, file) for file in matches)
-    return [found[path] for path in sorted(found)]
-
-
-def _match(fs: Any, pattern: str) -> list[InputFile]:
-    import fsspec
-
-    root = str(fsspec.core.strip_protocol(pattern))
-    magic = _MAGIC.search(root)
-    fixed = root[: magic.start()].rpartition("/")[0] if magic else root
-    try:
-        infos = fs.glob(root, detail=True) if magic else fs.find(root, detail=True)
-    except FileNotFoundError:  # a missing bucket or folder matches nothing, which the caller reports
-        return []
-    with_hidden = "/." in root[len(fixed) :]
-    files = []
-    for path, info in infos.items():
-        is_file = info["type"] == "file" and not path.endswith("/")
-        if is_file and (with_hidden or "/." not in path[len(fixed) :]):
-            files.append(_input_file(fs, path, info))
-    return files
-
-
-def _input_file(fs: Any, path: str, info: Mapping[str, Any]) -> InputFile:
-    protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-    if protocol in ("file", "local"):
-        modified_ns = Path(path).stat().st_mtime_ns
-        return InputFile(path, int(info["size"]), str(modified_ns), modified_ns / 1e9)
-    version = next((str(info[key]) for key in ("generation", "etag", "ETag", "mtime", "updated") if info.get(key)), "")
-    return InputFile(str(fs.unstrip_protocol(path)), int(info["size"]), version, _modified_s(info))
-
-
-def _modified_s(info: Mapping[str, Any]) -> float | None:
-    value = next((info[key] for key in ("updated", "mtime", "LastModified", "last_modified") if info.get(key)), None)
-    if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value)
-        except ValueError:
-            return None
-    if isinstance(value, datetime):
-        return value.timestamp()
-    return float(value) if isinstance(value, int | float) else None
+# -- cutting --------------------------------------------------------------------------------
 
 
 def _pack(files: Sequence[InputFile], unit_bytes: int, splittable: bool) -> Iterator[tuple[Part, ...]]:

@@ -6,10 +6,9 @@ import contextlib
 import datetime as dt
 import itertools
 import math
-import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tpupipe.errors import UsageError
 from tpupipe.job import Job
 from tpupipe.resolve import load_build, resolve
 from tpupipe.run import RunOptions, check_before_anything, endpoint_of, local_root
+from tpupipe.stop import terminated_as_interrupted
 from tpupipe.store.objects import open_store
 
 REFERENCE = "reference"
@@ -94,7 +94,7 @@ def run_drill(
     root = local_root(config, env)
     name = f"drill-{dt.datetime.now(dt.UTC):%m%d%H%M%S}-{uuid.uuid4().hex[:4]}"
     folder = root.absolute() / "drills" / name
-    with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
+    with terminated_as_interrupted(), contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(endpoint_of(config, env))
         from tpupipe.cluster.connect import connected
 
@@ -242,17 +242,3 @@ def _told(v: Verdict) -> str:
     lost = f", lost steps {', '.join(map(str, v.lost_steps))}" if v.lost_steps else ""
     back = f", recovery {', '.join(f'{s:.1f}' for s in v.recoveries_s)} s" if v.recoveries_s else ""
     return f"{v.scenario}: {verdict} in {v.seconds:.0f} s; fired {v.fired} of {v.faults}{lost}{back}"
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the drill as Ctrl-C does: on the way out everything that it started is ended."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

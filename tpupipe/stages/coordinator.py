@@ -280,11 +280,19 @@ class CoordinatorHandle:
         """Tells a group that it is not needed."""
         self._call("dismiss_group", group)
 
-    def plan_of(self, group: str) -> Any | None:
-        """What a group was given to do; waits until it is its turn. ``None`` if it is not needed any more."""
+    def has_turn(self, group: str) -> bool:
+        """Waits until it is a group's turn; false if it is not needed any more."""
+        return bool(self._turn(group))
+
+    def plan_of(self, group: str) -> Any:
+        """What a group was given to do, once ``has_turn`` has said that it is its turn."""
+        [plan] = self._turn(group)
+        return ray.get(plan, timeout=CALL_TIMEOUT_S)
+
+    def _turn(self, group: str) -> list[Any]:
         while (plan := self._call("plan_of", group, CALL_TIMEOUT_S / 3)) is None:
             pass
-        return ray.get(plan[0], timeout=CALL_TIMEOUT_S) if plan else None
+        return list(plan)
 
     def decide(
         self,

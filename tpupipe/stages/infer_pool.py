@@ -20,10 +20,10 @@ from tpupipe.job import Infer, Quarantine
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, failure_of, tell_fault
 from tpupipe.stages.committed import Compaction
-from tpupipe.stages.failures import Budget, Failure, Kind, loss, unreachable
+from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.infer_rows import refused
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
-from tpupipe.stages.retry import charge
+from tpupipe.stages.retry import charge, loss_of
 from tpupipe.stages.unit_failures import Next, UnitFailures, died_error
 
 IN_FLIGHT = 3  # one is read, one computed, one written
@@ -213,13 +213,14 @@ class InferPool:
         self._book()
         reservation = self._run.reservation
         lost = reservation.lost_hosts() if reservation else []
+        lost_as = loss_of(reservation, lost) if reservation and lost else None
         gone = self._workers if lost else [worker]
         if self._errors:  # it did not die, it said why it could not start
             if not all(map(unreachable, self._errors)):
                 raise self._errors[0]
             self._charge_store(self._errors)
         else:
-            failure = self._failure(worker, error, lost)
+            failure = self._failure(worker, error, lost_as)
             if not lost and len(worker.given) == 1 and worker.has_started():
                 self._blame(worker, failure)
             else:
@@ -230,8 +231,8 @@ class InferPool:
             suspect = each.alone or (not lost and each.has_started())
             (self._suspects if suspect else self._queue).extendleft(reversed(each.given.values()))
             ray.kill(each.actor)
-        if lost and reservation is not None:
-            reservation.renew(loss([h.slice_index for h in reservation.hosts], [h.slice_index for h in lost])[1])
+        if lost_as is not None and reservation is not None:
+            reservation.renew(lost_as[1])
             self._start_all(len(self._workers))
         else:
             self._workers[self._workers.index(worker)] = self._start(worker.rank)
@@ -247,11 +248,9 @@ class InferPool:
         died = died_error(self._stage.name, unit.id, told)
         self._again(unit, self._failures.died(unit.id, died), died, self._suspects)
 
-    def _failure(self, worker: _Worker, error: RayError, lost: Sequence[Host]) -> Failure:
-        reservation = self._run.reservation
-        if lost and reservation is not None:
-            kind, what = loss([h.slice_index for h in reservation.hosts], [h.slice_index for h in lost])
-            return Failure(kind, None, what, str(error))
+    def _failure(self, worker: _Worker, error: RayError, lost_as: tuple[Kind, str] | None) -> Failure:
+        if lost_as is not None:
+            return Failure(lost_as[0], None, lost_as[1], str(error))
         given = {unit.id for unit in worker.given.values()}
         stalls = [stall for stall in self._stalls if stall["unit"] in given]
         if stalls:  # each unit in flight has a watchdog

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from tpupipe.cluster.reservation import Host, Reservation
 from tpupipe.errors import StoreError
 from tpupipe.stages.base import StageRun
-from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
+from tpupipe.stages.failures import Budget, Failure, Kind, loss, unreachable
 
 T = TypeVar("T")
 
@@ -61,3 +62,8 @@ def answered(run: StageRun, budget: Budget, ask: Callable[[], T]) -> T:
             if not unreachable(error):
                 raise
             charge(run, budget, Failure(Kind.STORE, None, error.message.splitlines()[0]))
+
+
+def loss_of(reservation: Reservation, lost: Sequence[Host]) -> tuple[Kind, str]:
+    """What the loss of hosts of a reservation is; see ``loss``."""
+    return loss((h.slice_index for h in reservation.hosts), (h.slice_index for h in lost))

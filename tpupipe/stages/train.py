@@ -28,11 +28,11 @@ from tpupipe.job import Train
 from tpupipe.ledger.events import Seconds
 from tpupipe.stages.base import StageRun, last_lines
 from tpupipe.stages.context import Restorable
-from tpupipe.stages.failures import Budget, Failure, Kind, final_error, loss, unreachable
+from tpupipe.stages.failures import Budget, Failure, Kind, final_error, unreachable
 from tpupipe.stages.finished import read_manifest, trained
 from tpupipe.stages.record import TrainRecord, write_train_record
 from tpupipe.stages.result import StageResult
-from tpupipe.stages.retry import answered, charge
+from tpupipe.stages.retry import answered, charge, loss_of
 from tpupipe.stages.stall import COMPILE_TIMEOUT_S, RESTORE_TIMEOUT_S, STALL_TIMEOUT_S
 from tpupipe.stages.train_group import RAY_TRAIN_SETTINGS, TrainGroups
 from tpupipe.stages.train_worker import TrainPlan
@@ -262,8 +262,7 @@ def _handle(
         message = f"{damaged[0].message} Trying an older checkpoint."
         watch.tell("checkpoint_unreadable", message, logging.WARNING, step=selection.commit.step)
         return {selection.folder}
-    hosts = run.reservation.hosts if run.reservation else ()
-    lost_as = loss([h.slice_index for h in hosts], [h.slice_index for h in lost]) if lost else None
+    lost_as = loss_of(run.reservation, lost) if run.reservation and lost else None
     failure = classify(error, ending, lost_as)
     charge(run, budget, failure, ending.step)
     if run.reservation is not None and (lost or failure.kind is Kind.PREEMPTED):

@@ -50,7 +50,7 @@ class _Backend(_JaxBackend):  # type: ignore[misc]
         up_s = time.time()
         worker_group.execute(import_all, backend_config.step)
         imported_s = time.time()
-        if coordinator.plan_of(group) is None:
+        if not coordinator.has_turn(group):
             raise GroupDismissedError("Not needed any more.")
         ready = ({**event("workers_up"), "time_s": up_s}, {**event("imported"), "time_s": imported_s})
         coordinator.report(*ready, event("joining"))

@@ -118,14 +118,13 @@ class TrainGroups:
         """The group to give work to: the one kept ready if it lives, else a new one."""
         if self._at_work is not None:
             self._at_work.end()
-        ready, self._spare = self._spare, None
-        if ready is None or not ready.running():
-            ready = TrainGroup(self._stage, self._run)
-        self._at_work = ready
-        return ready
+        if self._spare is not None and not self._spare.running():
+            self.drop()  # it did not come up
+        self._at_work, self._spare = self._spare or TrainGroup(self._stage, self._run), None
+        return self._at_work
 
     def keep_ready(self, *, left_s: float) -> None:
-        """Has a group ready behind the one at work, when that has far to go; sends it home when it has not.
+        """Has a group ready behind the one at work, when that has far to go.
 
         Args:
             left_s: Seconds that the work will still take; 0 if unknown.
@@ -139,7 +138,7 @@ class TrainGroups:
             self._spare.dismiss()
 
     def drop(self) -> None:
-        """Has the one kept ready end, and forgets it: it stands on hosts that are lost. ``close`` waits for it."""
+        """Has the one kept ready end, and forgets it: it is no use, or stands on lost hosts. ``close`` waits for it."""
         if self._spare is not None:
             self._spare.dismiss()
             self._dropped.append(self._spare)

@@ -19,7 +19,7 @@ from tpupipe.faults.points import point
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
 from tpupipe.stages.base import arm_worker, reported, user_code
-from tpupipe.stages.compiled import compiled, use_compile_cache
+from tpupipe.stages.compiled import Compiled, compiled, use_compile_cache
 from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
@@ -100,7 +100,7 @@ def train_worker(coordinator: CoordinatorHandle, group: str) -> None:
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
-    plan: TrainPlan = coordinator.plan_of(group)  # type: ignore[assignment] # it begins when there is one
+    plan: TrainPlan = coordinator.plan_of(group)
     first = plan.start.commit.step if plan.start else 0
     watchdog = Watchdog(plan.starting, f"rank {rank}", plan.target, coordinator, step=first, rank=rank)
     with reported(coordinator, reached=watchdog.reached, rank=rank), watchdog.watching():
@@ -197,11 +197,11 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
         else:
             context.tell(event("restored", step=context.first_step, seconds=time.monotonic() - began))
         stated = time.monotonic()
-        step, from_cache = compiling.result()
+        step = compiling.result()
     context.report(
-        event("compiling", seconds=time.monotonic() - stated, init_seconds=stated - began, from_cache=from_cache)
+        event("compiling", seconds=time.monotonic() - stated, init_seconds=stated - began, from_cache=step.from_cache)
     )
-    return state, step
+    return state, step.call
 
 
 def _abstract_state(stage: Train, key: Any, mesh: Any) -> Any:
@@ -221,10 +221,9 @@ def _shardings(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _compile(plan: TrainPlan, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> tuple[Any, bool]:
+def _compile(plan: TrainPlan, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Compiled:
     with user_code("step", plan.stage.name):
-        found = compiled(_lower(plan.stage, abstract, batch, replicated), plan.target.store, plan.target.paths)
-    return found.call, found.from_cache
+        return compiled(_lower(plan.stage, abstract, batch, replicated), plan.target.store, plan.target.paths)
 
 
 def _lower(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Any:
