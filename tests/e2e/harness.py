@@ -103,11 +103,13 @@ class Runner:
         rows = job.get("rows", 100)
         parameters = small.Params(inputs=write_ids(self.folder / f"in-{rows}", rows), **job).model_dump()
         cluster = {"kind": "fake", "generation": "v6e", "topology": "2x4", "chips_per_vm": 4, "timeout_s": 30}
+        one_process = {"ids": {"concurrency": 1}}  # starting more would take longer than their work
         return Config.model_validate(
             {
                 "store": {"uri": "gs://tests/runs", "embedded": True, "root": str(self.world.root)},
                 "cluster": {**cluster, **sections.pop("cluster", {})},
                 "job": parameters,
+                "stages": {**one_process, **sections.pop("stages", {})},
                 **sections,
             }
         )

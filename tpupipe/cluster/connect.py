@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from tpupipe.cluster.fake import FakeClusterSpec, FakeClusterState
-from tpupipe.config import ClusterConfig
+from tpupipe.config import ClusterConfig, process_variables
 from tpupipe.errors import ClusterError
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.local.guard import Child, guarded, running
@@ -32,6 +32,10 @@ STOP_TIMEOUT_S = 30.0
 # Ray restricts a worker to the chips it asked for by hiding the others. Train's workers ask for none: the
 # reservation holds the chips, and the worker must see all of its host.
 WORKER_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1"}
+
+# Ray Data counts its use in a thread that outlives the connection, and Ray ends a process that asks anything of it
+# after that: a program that goes on after a run would end with status 1.
+DRIVER_VARIABLES = {"RAY_DATA_USAGE_DISABLED": "1"}
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,13 @@ def _ray_connection(address: str, worker_environment: Mapping[str, str]) -> Iter
             "This process is already connected to Ray, and a run needs a connection of its own.",
             hint="Call ray.shutdown() first: the reservation ends with the connection that made it.",
         )
+    # Ray's own actors look for "the" cluster of the machine, and with two of them find the wrong one: Ray Train's would
+    # take a training group for an orphan and end it.
+    at_this_one = {} if address == "auto" else {"RAY_ADDRESS": address}
     try:
         context = ray.init(
             address=address,
-            runtime_env={"env_vars": {**WORKER_ENVIRONMENT, **worker_environment}},
+            runtime_env={"env_vars": {**at_this_one, **WORKER_ENVIRONMENT, **worker_environment}},
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -117,7 +124,8 @@ def _ray_connection(address: str, worker_environment: Mapping[str, str]) -> Iter
             address=address,
         ) from error
     try:
-        yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
+        with process_variables(DRIVER_VARIABLES):
+            yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
         ray.shutdown()
 

@@ -126,6 +126,10 @@ class _Coordinator:
         with self._lock:
             self._kill_driver = True
 
+    def driver_kill_requested(self) -> bool:
+        with self._lock:
+            return self._kill_driver
+
     def claim_fault(self, position: int, fault: Fault, facts: dict[str, str], where: dict[str, str]) -> bool:
         with self._lock:
             fired = self._fired.setdefault(position, [])
@@ -247,6 +251,10 @@ class CoordinatorHandle:
     def request_driver_kill(self) -> None:
         """Has the driver kill itself when it next asks for reports (a fault)."""
         self._call("request_driver_kill")
+
+    def driver_kill_requested(self) -> bool:
+        """Whether a fault asked for the driver's end; takes no reports."""
+        return bool(self._call("driver_kill_requested"))
 
     def claim_fault(self, position: int, fault: Fault, facts: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
         """Whether a fault may fire once more; counted over all processes and restarts.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
 import os
 import pickle
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from tpupipe.data.columns import to_numpy, to_table
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import Source, Unit, fingerprint_units
 from tpupipe.errors import TpupipeError, UserCodeError
-from tpupipe.faults.plan import Fault
+from tpupipe.faults.plan import Action, Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
 from tpupipe.ledger.events import Seconds, event
@@ -41,6 +43,7 @@ from tpupipe.stages.units import (
 )
 
 TELL_EVERY_S = 2.0
+LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -202,10 +205,33 @@ def _rows(dataset: ray.data.Dataset, run: StageRun, stage: str) -> Any:
     # The stage tells its own progress and errors; set here because Ray Data sets its levels when it is first used.
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     try:
-        yield from dataset.iter_rows()
+        with _ending_when_asked(run, stage):
+            yield from dataset.iter_rows()
     except RayError as error:
         told = [e for e in told_errors(run.absorb(stage)) if not is_the_units_own(e)]
         raise failure_of(error, told, stage) from error
+
+
+@contextlib.contextmanager
+def _ending_when_asked(run: StageRun, stage: str) -> Iterator[None]:
+    """Lets a fault kill this driver while Ray Data has no row for it: the worker that asked for it waits for its end."""
+    if not any(fault.action is Action.KILL_DRIVER for fault in run.faults):
+        yield
+        return
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(LOOK_EVERY_S):
+            if run.coordinator.driver_kill_requested():
+                run.absorb(stage)
+
+    thread = threading.Thread(target=look, name="kill-driver", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 # -- dataset=: the whole stage at once ------------------------------------------------------
