@@ -169,6 +169,10 @@ class UserCodeError(StageError):
     """The job's own function raised. The original traceback is in the message."""
 
 
+class OutOfStepError(StageError):
+    """Hosts that compute a model together were not given the same batch. ``data``: ``stage``, ``unit``."""
+
+
 class BudgetExceededError(StageError):
     """A failure budget is used up. ``data``: ``kind``, ``failures``, ``allowed``."""
 

@@ -158,19 +158,7 @@ class Train:
             raise JobError(f"stage {self.name!r}: seed={seed!r} must be a whole number from 0 to 2**63 - 1.")
         if not isinstance(self.data, str):
             raise JobError(f"stage {self.name!r}: data={self.data!r} must be the name of a Preprocess stage.")
-        check_mesh(self.name, self.mesh)
-        if callable(self.sharding):
-            _check_callable(self.name, "sharding", self.sharding, 3)
-        elif self.sharding not in ("replicated", "fsdp"):
-            raise JobError(
-                f"stage {self.name!r}: sharding={self.sharding!r} is not known.",
-                hint='"replicated", "fsdp", or fn(path, shape, mesh) -> PartitionSpec.',
-            )
-        for axis in self.batch_axes:
-            if axis not in self.mesh:
-                raise JobError(
-                    f"stage {self.name!r}: batch_axes names {axis!r}, which mesh {dict(self.mesh)} does not have."
-                )
+        _check_placement(self)
         SavePolicy.of(self.checkpoint)  # refuses every spelling of "off"
 
 
@@ -217,6 +205,13 @@ class Infer:
             aside rows that are too long.
         recompile: ``"forbid"``: rows of a shape or dtype that the first ones did not have are an error;
             ``"warn"``: they cost a compilation, which is counted.
+        parallel: ``"replica"``: each host works by itself, on units of its own. ``"sharded"``: all hosts of a slice
+            hold one model together and work in lockstep on the same units.
+        mesh: Axis name to size, in order, over the devices of the host (``"replica"``) or of the slice
+            (``"sharded"``); one may be -1.
+        batch_axes: Mesh axes that split a batch's rows; may be empty, where every device has all rows.
+        sharding: As ``Train.sharding``, for the parameters. With the default mesh, ``"replicated"`` is a model per chip
+            and ``"fsdp"`` is one per host (or slice). ``path`` is that in the training state where they come from one.
 
     Every output row also carries ``unit`` (its work unit) and ``row`` (its number in it), which name it for good.
     """
@@ -233,6 +228,10 @@ class Infer:
     init: Callable[[Any], Any] | None = None
     bad_rows: Literal["fail"] | Quarantine = "fail"
     recompile: Literal["forbid", "warn"] = "forbid"
+    parallel: Literal["replica", "sharded"] = "replica"
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"data": -1})
+    batch_axes: tuple[str, ...] = ("data",)
+    sharding: str | Callable[[str, tuple[int, ...], Any], Any] = "replicated"
 
     def __post_init__(self) -> None:
         _check_name("stage", self.name)
@@ -267,6 +266,11 @@ class Infer:
             raise JobError(
                 f'stage {self.name!r}: recompile={self.recompile!r} is not known; allowed: "forbid", "warn".'
             )
+        if self.parallel not in ("replica", "sharded"):
+            raise JobError(
+                f'stage {self.name!r}: parallel={self.parallel!r} is not known; allowed: "replica", "sharded".'
+            )
+        _check_placement(self)
         if self.buckets is not None and self.buckets.too_long == "quarantine" and self.bad_rows == "fail":
             raise JobError(
                 f'stage {self.name!r}: Buckets(too_long="quarantine") needs bad_rows=Quarantine(max=...).',
@@ -275,6 +279,22 @@ class Infer:
 
 
 Stage: TypeAlias = Preprocess | Train | Infer
+
+
+def _check_placement(stage: Train | Infer) -> None:
+    check_mesh(stage.name, stage.mesh)
+    if callable(stage.sharding):
+        _check_callable(stage.name, "sharding", stage.sharding, 3)
+    elif stage.sharding not in ("replicated", "fsdp"):
+        raise JobError(
+            f"stage {stage.name!r}: sharding={stage.sharding!r} is not known.",
+            hint='"replicated", "fsdp", or fn(path, shape, mesh) -> PartitionSpec.',
+        )
+    for axis in stage.batch_axes:
+        if axis not in stage.mesh:
+            raise JobError(
+                f"stage {stage.name!r}: batch_axes names {axis!r}, which mesh {dict(stage.mesh)} does not have."
+            )
 
 
 def check_mesh(stage: str, mesh: Mapping[str, int]) -> None:

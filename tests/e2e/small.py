@@ -28,6 +28,7 @@ class Params(BaseModel):
     bad_id: int = -1
     die_id: int = -1
     quarantine: bool = False
+    sharded: bool = False
 
 
 def keep_ids(batch: Any) -> Any:
@@ -118,6 +119,8 @@ def job(cfg: Params, lm: Model) -> tpupipe.Job:
         params="fit",
         apply=lm.apply,
         bad_rows=Quarantine(max=2) if cfg.quarantine else "fail",
+        parallel="sharded" if cfg.sharded else "replica",
+        sharding="fsdp" if cfg.sharded else "replicated",
     )
     nothing = Infer("nothing", data=source, map=no_rows, params="fit", apply=lm.apply)
     return tpupipe.Job(

@@ -74,3 +74,15 @@ def test_ten_rows_on_more_devices_than_divide_them_give_ten_rows(runner: Runner)
     assert result.stages["fit"]["rows_out"] + result.stages["fit"]["rows_dropped"] == 10
     assert result.stages["scores"]["rows_out"] == 10
     assert runner.outputs("a", "scores")["id"] == list(range(10))
+
+
+def test_a_model_that_two_hosts_hold_together_survives_the_loss_of_one(runner: Runner) -> None:
+    """In lockstep: a host is killed while a unit is read, the group starts anew, each row is there once."""
+    job = {**ONE_STEP, "sharded": True}
+    result = runner("a", job=job, faults=("kill-worker@unit.read=4,rank=1,stage=scores",))
+    assert runner.outputs("a", "scores")["id"] == list(range(100))
+    assert result.stages["scores"]["rows_out"] == 100
+    starts = [e["rank"] for e in runner.events("a", "starting") if e["stage"] == "scores"]
+    assert sorted(starts) == [0, 0, 1, 1]
+    [failure] = [e for e in runner.events("a", "failure") if e["stage"] == "scores"]
+    assert "died" in failure["message"]

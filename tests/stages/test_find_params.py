@@ -141,7 +141,7 @@ def on_device(found):
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    return found.load(SingleDeviceSharding(jax.devices()[0]))
+    return found.load(lambda tree: jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree))
 
 
 def test_pretrained_files_become_arrays_on_the_devices(run, job, files):

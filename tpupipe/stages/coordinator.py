@@ -90,6 +90,7 @@ class _Coordinator:
         self._counts: dict[str, int] = {}
         self._stop_reason = ""
         self._kill_driver = False
+        self._addresses: dict[str, str] = {}
         self._reset_group(0)
 
     def _reset_group(self, restart: int) -> None:
@@ -98,16 +99,14 @@ class _Coordinator:
         self._conferred = 0
         self._parts: dict[int, dict[int, int]] = {}
         self._saved_at = time.monotonic()
-        self._first_address = ""
 
-    def set_first_address(self, restart: int, address: str) -> None:
+    def set_first_address(self, group: str, address: str) -> None:
         with self._lock:
-            if restart == self._restart:
-                self._first_address = address
+            self._addresses[group] = address
 
-    def first_address(self, restart: int) -> str:
+    def first_address(self, group: str) -> str:
         with self._lock:
-            return self._first_address if restart == self._restart else ""
+            return self._addresses.get(group, "")
 
     def report(self, records: list[dict[str, Any]]) -> None:
         with self._lock:
@@ -333,18 +332,18 @@ class CoordinatorHandle:
             )
         )
 
-    def set_first_address(self, restart: int, address: str) -> None:
-        """Where slice coordination listens: the host of process 0."""
-        self._call("set_first_address", restart, address)
+    def set_first_address(self, group: str, address: str) -> None:
+        """Where the first process of a group listens; each start of a group has a name of its own."""
+        self._call("set_first_address", group, address)
 
-    def first_address(self, restart: int) -> str:
-        """What process 0 said; waits for it.
+    def first_address(self, group: str) -> str:
+        """What the first process said; waits for it.
 
         Raises:
             StageError: It did not say in time.
         """
         return str(
-            self._until(lambda: self._call("first_address", restart), bool, "the address of process 0", CALL_TIMEOUT_S)
+            self._until(lambda: self._call("first_address", group), bool, "the address of process 0", CALL_TIMEOUT_S)
         )
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -14,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpupipe.data.buckets import PackedBatch
-from tpupipe.errors import DataError, StageError
+from tpupipe.errors import DataError, OutOfStepError, StageError
 from tpupipe.job import Infer
 from tpupipe.stages.base import user_code
 from tpupipe.stages.infer_batches import LENGTHS, MASK, ReadyWindow, Spec, feed_of, key_of, shapes_of, told
 from tpupipe.stages.infer_rows import Columns, MappedWindow
+from tpupipe.stages.lockstep import Turns
+from tpupipe.stages.sharding import put_whole
 
 IN_FLIGHT = 3  # batches dispatched and not fetched
 
@@ -62,6 +65,7 @@ class _Flying:
     batch: PackedBatch | None
     lengths: NDArray[np.int32]
     outputs: Mapping[str, Any]
+    together: Any = None  # whether all processes were at this batch; None where there is one
 
 
 class InferEngine:
@@ -73,6 +77,9 @@ class InferEngine:
         mesh: The devices; a batch's rows are split over its axis.
         rows: Sharding of a batch.
         on_compile: ``on_compile(seconds, shapes, ahead)`` after compilations.
+
+    Where the devices are of several processes, all of them run this with the same pieces in the same order, and each has
+    all of a batch's rows and gets all of its outputs. That they did go together is computed with every batch.
     """
 
     def __init__(
@@ -80,8 +87,9 @@ class InferEngine:
     ) -> None:
         self._stage = stage
         self._params = params
-        self._devices = int(mesh.size)
+        self._devices: int = math.prod(mesh.shape[axis] for axis in stage.batch_axes)
         self._rows = rows
+        self._turns = None if rows.is_fully_addressable else Turns(mesh)
         self._on_compile = on_compile
         self._spec: Spec | None = None
         self._programs: dict[Any, Any] = {}
@@ -144,9 +152,11 @@ class InferEngine:
 
         began = time.monotonic()
         self._check_outputs(spec, shapes[0])
-        jitted = jax.jit(self._stage.apply, out_shardings=self._rows)
+        jitted, turn = jax.jit(self._stage.apply, out_shardings=self._rows), []
+        if self._turns is not None:
+            jitted, turn = self._turns.joined(self._stage.apply), [self._turns.abstract]
         with user_code("apply", self._stage.name):
-            lowered = [jitted.lower(self._params, self._abstract(spec, *shape)) for shape in shapes]
+            lowered = [jitted.lower(self._params, self._abstract(spec, *shape), *turn) for shape in shapes]
         with ThreadPoolExecutor(min(len(shapes), os.cpu_count() or 1)) as pool:
             programs = list(pool.map(lambda each: each.compile(), lowered))
         for (rows, length), program in zip(shapes, programs, strict=True):
@@ -199,13 +209,16 @@ class InferEngine:
         program = self._program(ready, batch.batch_rows, batch.bucket_length)
         feed, lengths = feed_of(self._stage, ready, batch)
         with user_code("apply", self._stage.name, unit=ready.unit):
-            placed = jax.device_put(feed, self._rows)
-            outputs = program(self._params, placed)
+            if self._turns is None:
+                outputs, together = program(self._params, jax.device_put(feed, self._rows)), None
+            else:
+                placed = {name: put_whole(value, self._rows) for name, value in feed.items()}
+                outputs, together = program(self._params, placed, self._turns.next(ready.unit, feed))
             for value in outputs.values():
                 value.copy_to_host_async()
         opened.fed += batch.batch_rows * batch.bucket_length
         opened.real += int(lengths.sum()) if self._stage.buckets is not None else len(batch.rows)
-        return _Flying(opened, batch, lengths, outputs)
+        return _Flying(opened, batch, lengths, outputs, together)
 
     def _land(self) -> None:
         """Fetches the oldest batch and puts its rows in their places."""
@@ -219,6 +232,7 @@ class InferEngine:
             else:
                 with user_code("apply", self._stage.name, unit=opened.ready.unit):
                     fetched = {name: np.asarray(value) for name, value in flying.outputs.items()}
+                self._check_together(flying)
                 self._put_back(opened, flying.batch, flying.lengths, fetched)
         except Exception as error:  # noqa: BLE001 - it is that unit's
             self._fail(opened, error)
@@ -231,6 +245,17 @@ class InferEngine:
             self._fail(opened, StageError(f"{total} rows went in, {opened.seen} came out: a batch was lost."))
         else:
             opened.done(Computed(opened.ready.window, opened.outputs, opened.fed, opened.real))
+
+    def _check_together(self, flying: _Flying) -> None:
+        if flying.together is None or flying.together:
+            return
+        unit = flying.opened.ready.unit
+        raise OutOfStepError(
+            f"Stage {self._stage.name!r}: the hosts of the slice had not the same batch, at unit {unit}.",
+            hint="A map must give the same rows on every host; or an input could not be read on one of them.",
+            stage=self._stage.name,
+            unit=unit,
+        )
 
     def _put_back(
         self, opened: _Open, batch: PackedBatch, lengths: NDArray[np.int32], fetched: Mapping[str, NDArray[Any]]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.checkpoint.restore import restore_params
 from tpupipe.checkpoint.verify import newest_intact
@@ -15,6 +17,7 @@ from tpupipe.errors import JobError, NoIntactCheckpointError
 from tpupipe.job import Infer, Train, default_params
 from tpupipe.stages.base import StageRun, user_code
 from tpupipe.stages.record import read_train_record
+from tpupipe.stages.sharding import put_whole
 from tpupipe.store.layout import RunPaths, parse_checkpoint
 from tpupipe.store.objects import Store, open_store
 
@@ -43,11 +46,11 @@ class ParamsSource(ABC):
         """What to call them in a message: "parameters of ..."."""
 
     @abstractmethod
-    def load(self, sharding: Any) -> Any:
+    def load(self, shardings: Callable[[Any], Any]) -> Any:
         """Reads them onto devices, in a worker.
 
         Args:
-            sharding: ``jax.sharding.Sharding`` of every array.
+            shardings: ``shardings(tree) -> tree`` of ``jax.sharding.Sharding``, one for every leaf with a shape.
         """
 
 
@@ -89,12 +92,16 @@ class CheckpointParams(ParamsSource):
         """Its step."""
         return f"step {self.commit.step}"
 
-    def load(self, sharding: Any) -> Any:
+    def load(self, shardings: Callable[[Any], Any]) -> Any:
         """Restores them. Raises what :func:`tpupipe.checkpoint.restore.restore_params` does."""
         import jax
 
         shapes = jax.eval_shape(self.init, jax.random.key(0))
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+        abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            shardings(shapes),
+        )
         return restore_params(self.store, self.folder, self.commit, abstract, self.params)
 
 
@@ -134,7 +141,7 @@ class PretrainedParams(ParamsSource):
         """The files' names."""
         return ", ".join(path.rpartition("/")[2] for path in self.source.files)
 
-    def load(self, sharding: Any) -> Any:
+    def load(self, shardings: Callable[[Any], Any]) -> Any:
         """Reads the files and runs the job's ``load`` over them.
 
         Raises:
@@ -145,7 +152,8 @@ class PretrainedParams(ParamsSource):
 
         contents = self.source.read_checked(self.files_fingerprint, self.input_options)
         with user_code("load", self.stage):
-            return jax.device_put(self.source.load(*contents), sharding)
+            loaded = jax.tree.map(np.asarray, self.source.load(*contents))
+            return jax.tree.map(put_whole, loaded, shardings(loaded))
 
 
 def find_params(stage: Infer, run: StageRun) -> ParamsSource:

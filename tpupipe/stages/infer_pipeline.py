@@ -68,6 +68,8 @@ class Pipeline(Generic[Job, Result]):
         engine: Computes pieces.
         sink: ``sink(job)`` is where a unit's computed pieces go.
         progress: Called whenever something was done.
+        lockstep: Other processes compute the same pieces with this one, so each that was read is computed, also of a
+            unit that has failed further on.
     """
 
     def __init__(
@@ -76,7 +78,10 @@ class Pipeline(Generic[Job, Result]):
         engine: Engine,
         sink: Callable[[Job], Sink[Result]],
         progress: Callable[[], None] = lambda: None,
+        *,
+        lockstep: bool = False,
     ) -> None:
+        self._lockstep = lockstep
         self._read = read
         self._engine = engine
         self._sink = sink
@@ -108,7 +113,7 @@ class Pipeline(Generic[Job, Result]):
             try:
                 for piece in self._read(ticket.job):
                     self._progress()
-                    if ticket.error is not None:  # it failed further on: the rest need not be read
+                    if ticket.error is not None and not self._lockstep:  # it failed further on: nobody needs the rest
                         break
                     self._pieces.put((ticket, piece))
                     del piece  # the queue holds it now; the next one is read meanwhile
@@ -135,7 +140,7 @@ class Pipeline(Generic[Job, Result]):
             if piece is _END:
                 ticket.ended = True
                 self._end_if_done(ticket)
-            elif ticket.error is None:
+            elif ticket.error is None or self._lockstep:
                 ticket.at_work += 1
                 self._engine.submit(piece, functools.partial(self._deliver, ticket))
                 del piece

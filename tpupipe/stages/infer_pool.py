@@ -1,9 +1,11 @@
-"""One inference worker per reserved host, and who does which unit."""
+"""One inference worker per reserved host, or one group of them per slice, and who does which unit."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +25,7 @@ from tpupipe.stages.committed import Compaction
 from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.infer_rows import refused
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
+from tpupipe.stages.lockstep import Lockstep
 from tpupipe.stages.retry import charge, loss_of
 from tpupipe.stages.unit_failures import Next, UnitFailures, died_error
 
@@ -34,22 +37,37 @@ GET_TIMEOUT_S = 300.0
 
 @dataclass
 class _Worker:
-    """One actor and the units given to it, oldest first."""
+    """The actors that hold one copy of the model, mostly a single one, and the units given to it, oldest first."""
 
-    actor: Any
+    actors: list[Any]
     rank: int
-    started: Any  # resolves when the actor has started
-    given: dict[Any, Unit] = field(default_factory=dict)
+    started: list[Any]  # resolve when the actors have started
+    given: dict[Any, Unit] = field(default_factory=dict)  # by the answer of the one that commits
+    others: dict[Any, Unit] = field(default_factory=dict)  # by the answers of the rest
+    turn: int = 0  # units given so far
     alone: bool = False  # what it works on is suspected of killing workers: nothing else is given to it
 
     def has_started(self) -> bool:
-        ready, _ = ray.wait([self.started], timeout=0)
-        if not ready:
+        ready, waiting = ray.wait(self.started, num_returns=len(self.started), timeout=0)
+        if waiting:
             return False
         try:
-            return bool(ray.get(self.started, timeout=GET_TIMEOUT_S))
+            return all(ray.get(ready, timeout=GET_TIMEOUT_S))
         except RayError:
             return False
+
+    def give(self, unit: Unit, position: int) -> None:
+        first, *others = [actor.run.remote(unit, position, self.turn) for actor in self.actors]
+        self.turn += 1
+        self.given[first] = unit
+        self.others |= dict.fromkeys(others, unit)
+
+    def answers(self) -> list[Any]:
+        return [*self.given, *self.others]
+
+    def end(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
 
 
 class InferPool:
@@ -107,7 +125,7 @@ class InferPool:
         done: list[UnitDone] = []
         told = time.monotonic()
         try:
-            self._start_all(min(len(pending), self._places()))
+            self._start_all(min(len(pending), len(self._copies())))
             while self._queue or self._suspects or any(worker.given for worker in self._workers):
                 self._run.stop.check()
                 self._hand_out()
@@ -121,7 +139,7 @@ class InferPool:
                     self._tell("progress", f"{len(done)} of {len(pending)} units")
         finally:
             for worker in self._workers:
-                ray.kill(worker.actor)
+                worker.end()
             self._book()
         return done
 
@@ -130,9 +148,16 @@ class InferPool:
 
     # -- workers ---------------------------------------------------------------------------------
 
-    def _places(self) -> int:
-        reservation = self._run.reservation
-        return len(reservation.hosts) if reservation else self._run.config.cluster.gpus or 1
+    def _copies(self) -> list[list[dict[str, Any]]]:
+        """By copy of the model: where its processes go."""
+        sharded, reservation = self._stage.parallel == "sharded", self._run.reservation
+        if reservation is None:
+            gpus: list[dict[str, Any]] = [{"num_gpus": 1}] * (self._run.config.cluster.gpus or 1)
+            return [gpus] if sharded else [[gpu] for gpu in gpus]
+        if not sharded:
+            return [[_placement(host, self._run, alone=True)] for host in reservation.hosts]
+        slices = itertools.groupby(reservation.hosts, key=lambda host: host.slice_index)
+        return [[_placement(host, self._run, alone=False) for host in hosts] for _, hosts in slices]
 
     def _start_all(self, count: int) -> None:
         self._workers = [self._start(rank) for rank in range(count)]
@@ -140,12 +165,14 @@ class InferPool:
     def _start(self, rank: int) -> _Worker:
         # One thread more than units: a call that asks whether the worker has started must not wait for them.
         options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": self._in_flight + 1}
-        if self._run.reservation is None:
-            options["num_gpus"] = 1
-        else:
-            options.update(_placement(self._run.reservation.hosts[rank], self._run))
-        actor: Any = ray.remote(InferWorker).options(**options).remote(self._plan, rank)
-        return _Worker(actor, rank, actor.ready.remote())
+        places = self._copies()[rank]
+        group = f"{self._stage.name}-{uuid.uuid4().hex[:8]}"
+        actors: list[Any] = []
+        for process, place in enumerate(places):
+            lockstep = Lockstep(group, process, len(places)) if self._stage.parallel == "sharded" else None
+            worker = ray.remote(InferWorker).options(**options, **place)
+            actors.append(worker.remote(self._plan, rank * len(places) + process, lockstep))
+        return _Worker(actors, rank, [actor.ready.remote() for actor in actors])
 
     # -- units -----------------------------------------------------------------------------------
 
@@ -159,16 +186,17 @@ class InferPool:
                 self._give(worker, self._queue.popleft())
 
     def _give(self, worker: _Worker, unit: Unit) -> None:
-        worker.given[worker.actor.run.remote(unit, self._positions[unit.id])] = unit
+        worker.give(unit, self._positions[unit.id])
 
     def _collect(self, done: list[UnitDone]) -> None:
-        references = [reference for worker in self._workers for reference in worker.given]
+        references = [reference for worker in self._workers for reference in worker.answers()]
         if not ray.wait(references, num_returns=1, timeout=POLL_S)[0]:
             return
         ready = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
         for worker in list(self._workers):
             dead: RayError | None = None
-            for reference in [r for r in worker.given if r in ready]:
+            out_of_step = False
+            for reference in [r for r in worker.answers() if r in ready]:
                 try:
                     answer = ray.get(reference, timeout=GET_TIMEOUT_S)
                 except (RayActorError, GetTimeoutError) as error:
@@ -177,12 +205,33 @@ class InferPool:
                 except RayError as error:
                     self._book()
                     raise failure_of(error, self._errors, self._stage.name) from error
-                self._settle(worker, worker.given.pop(reference), answer, done)
+                out_of_step |= isinstance(answer, UnitFailed) and len(worker.actors) > 1
+                if reference in worker.given:
+                    self._settle(worker, worker.given.pop(reference), answer, done)
+                elif isinstance(answer, UnitFailed):  # the one that commits may wait for this one for ever
+                    self._settle_other(worker, worker.others.pop(reference), answer, done)
+                else:
+                    del worker.others[reference]
             if dead is not None:
                 self._replace(worker, dead)
                 break  # the set of workers may be another one now
+            if out_of_step:
+                self._restart(worker)
         if self._away:
             self._charge_store(self._away)
+
+    def _settle_other(self, worker: _Worker, unit: Unit, answer: UnitFailed, done: list[UnitDone]) -> None:
+        """A unit failed on a process that does not commit; it is settled once, whoever says so first."""
+        for reference in [r for r, given in worker.given.items() if given is unit]:
+            del worker.given[reference]
+            self._settle(worker, unit, answer, done)
+
+    def _restart(self, worker: _Worker) -> None:
+        """Starts a group anew of which a process failed a unit: the others may be at a batch that it will never join."""
+        worker.end()
+        queue = self._suspects if worker.alone else self._queue
+        queue.extendleft(reversed(worker.given.values()))
+        self._workers[self._workers.index(worker)] = self._start(worker.rank)
 
     def _settle(self, worker: _Worker, unit: Unit, answer: UnitDone | UnitFailed, done: list[UnitDone]) -> None:
         if isinstance(answer, UnitFailed) and unreachable(answer.error):
@@ -230,10 +279,10 @@ class InferPool:
             # All units of a process that died by itself are suspects; those of a lost host are not.
             suspect = each.alone or (not lost and each.has_started())
             (self._suspects if suspect else self._queue).extendleft(reversed(each.given.values()))
-            ray.kill(each.actor)
+            each.end()
         if lost_as is not None and reservation is not None:
             reservation.renew(lost_as[1])
-            self._start_all(len(self._workers))
+            self._start_all(min(len(self._workers), len(self._copies())))
         else:
             self._workers[self._workers.index(worker)] = self._start(worker.rank)
 
@@ -296,14 +345,14 @@ def too_many_bad_rows(stage: Infer, uri: str, rows: int) -> BadRowError | None:
     )
 
 
-def _placement(host: Host, run: StageRun) -> dict[str, Any]:
+def _placement(host: Host, run: StageRun, *, alone: bool) -> dict[str, Any]:
     spec = run.config.cluster.slice_spec()
     chips = spec.chips_per_host if spec else 0
     placement: dict[str, Any] = {
         "resources": {"TPU": chips},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(host.group, placement_group_bundle_index=host.bundle),
     }
-    if run.config.cluster.kind == "tpu":
+    if alone and run.config.cluster.kind == "tpu":
         # Each host works alone: libtpu must not wait for the other hosts of the slice.
         placement["runtime_env"] = {"env_vars": {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}}
     return placement

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,9 +29,10 @@ from tpupipe.stages.infer_batches import ReadyWindow, ready_window
 from tpupipe.stages.infer_buckets import length_histogram
 from tpupipe.stages.infer_engine import Computed, InferEngine
 from tpupipe.stages.infer_params import ParamsSource
-from tpupipe.stages.infer_pipeline import Pipeline
+from tpupipe.stages.infer_pipeline import Pipeline, Sink
 from tpupipe.stages.infer_rows import BadRow, Columns, UnitMapper, errors_table
-from tpupipe.stages.sharding import make_mesh, named_sharding
+from tpupipe.stages.lockstep import Lockstep
+from tpupipe.stages.sharding import forget_slices, make_mesh, mesh_shape, named_sharding, state_shardings
 from tpupipe.stages.stall import Watchdog
 from tpupipe.stages.unit_failures import is_the_units_own
 from tpupipe.stages.units import Committed, UnitTarget, commit_errors, commit_written
@@ -97,14 +99,21 @@ class _UnitJob:
 
 
 class InferWorker:
-    """The actor: one per host, with all of the host's devices, parameters replicated over them.
+    """The actor: one per host. The model is on all devices of the host, or with others on all devices of a slice.
 
     ``run`` is called for several units at a time, each in a thread of its own that waits for the pipeline.
+
+    Args:
+        plan: What to do.
+        rank: Its number among all hosts at work.
+        lockstep: The group that holds a model together; its process 0 alone commits.
     """
 
-    def __init__(self, plan: InferPlan, rank: int) -> None:
+    def __init__(self, plan: InferPlan, rank: int, lockstep: Lockstep | None = None) -> None:
         self._plan = plan
         self._rank = rank
+        self._lockstep = lockstep
+        self._turn, self._turned = 0, threading.Condition()
         with reported(plan.coordinator, rank=rank):
             arm_worker(plan.faults, plan.coordinator, plan.target, stage=plan.stage.name, rank=rank)
             self._start(rank)
@@ -112,15 +121,22 @@ class InferWorker:
     def _start(self, rank: int) -> None:
         import jax
 
-        plan, began = self._plan, time.monotonic()
+        plan, stage, began = self._plan, self._plan.stage, time.monotonic()
+        forget_slices()
+        if self._lockstep is not None:
+            self._lockstep.join(plan.coordinator)
         use_compile_cache(plan.target.store, plan.target.paths)
-        mesh = make_mesh({"data": len(jax.local_devices())}, jax.local_devices())
-        params = plan.params.load(named_sharding(mesh))
-        self._engine = InferEngine(plan.stage, params, mesh, named_sharding(mesh, "data"), self._compiled)
+        devices = jax.local_devices() if self._lockstep is None else jax.devices()
+        mesh = make_mesh(mesh_shape(stage.mesh, len(devices)), devices)
+        params = plan.params.load(lambda tree: state_shardings(tree, mesh, stage.sharding, stage.batch_axes))
+        rows = named_sharding(mesh, stage.batch_axes) if stage.batch_axes else named_sharding(mesh)
+        self._engine = InferEngine(stage, params, mesh, rows, self._compiled)
         self._template: Columns | None = None
         self._watchdogs: set[Watchdog] = set()
         self._lock = threading.Lock()
-        self._pipeline: Pipeline[_UnitJob, UnitDone] = Pipeline(self._read, self._engine, self._sink, self._progress)
+        self._pipeline: Pipeline[_UnitJob, UnitDone | None] = Pipeline(
+            self._read, self._engine, self._sink, self._progress, lockstep=self._lockstep is not None
+        )
         point("params.loaded", step=plan.params.step)
         plan.coordinator.report(event("starting", rank=rank, seconds=time.monotonic() - began))
 
@@ -128,16 +144,34 @@ class InferWorker:
         """Whether this worker has started: a call that ends says so."""
         return True
 
-    def run(self, unit: Unit, index: int) -> UnitDone | UnitFailed:
-        """Does one unit, up to its commit."""
+    def run(self, unit: Unit, index: int, turn: int = 0) -> UnitDone | UnitFailed | None:
+        """Does one unit, up to its commit.
+
+        Args:
+            unit: The unit.
+            index: Its position in the stage.
+            turn: How many units this group was given before: calls overtake one another, and must not in lockstep.
+
+        Returns:
+            How it went; ``None`` where another process commits it.
+        """
         try:
             with reported(self._plan.coordinator, unit=unit.id), self._watched(unit):
-                return self._pipeline.submit(_UnitJob(unit, index)).result()
+                return self._submit(_UnitJob(unit, index), turn).result()
         except TpupipeError as error:
             return UnitFailed(unit.id, error)
         except Exception as error:  # noqa: BLE001 - the driver decides what it means
             told = f"unit {unit.id} of stage {self._plan.stage.name!r}: {type(error).__name__}: {last_lines(error)}"
             return UnitFailed(unit.id, StageError(told, stage=self._plan.stage.name, unit=unit.id))
+
+    def _submit(self, job: _UnitJob, turn: int) -> Future[UnitDone | None]:
+        if self._lockstep is None:
+            return self._pipeline.submit(job)
+        with self._turned:
+            self._turned.wait_for(lambda: self._turn == turn)  # the unit's watchdog bounds it
+            self._turn += 1
+            self._turned.notify_all()
+            return self._pipeline.submit(job)
 
     def _watched(self, unit: Unit) -> Any:
         plan = self._plan
@@ -171,7 +205,9 @@ class InferWorker:
         self._template = mapper.template
         point("unit.read", index=job.index, unit=job.unit.id)
 
-    def _sink(self, job: _UnitJob) -> _UnitSink:
+    def _sink(self, job: _UnitJob) -> Sink[UnitDone | None]:
+        if self._lockstep is not None and self._lockstep.process > 0:
+            return _Elsewhere()
         return _UnitSink(self._plan, job, self._engine)
 
 
@@ -215,6 +251,16 @@ class _Beaten:
         with self._lock:
             self._beaten.discard(self._watchdog)
         self._watching.__exit__(None, None, None)
+
+
+class _Elsewhere:
+    """What another process of the group writes."""
+
+    def append(self, computed: Computed) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def discard(self) -> None: ...
 
 
 class _UnitSink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,12 @@ def check_batch(batch_size: int, mesh: Mapping[str, int], batch_axes: Sequence[s
         )
 
 
+def forget_slices() -> None:
+    """Removes the ``MEGASCALE_*`` that a host of several slices came with, before JAX first touches a device."""
+    for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
+        del os.environ[name]
+
+
 def make_mesh(shape: Mapping[str, int], devices: Sequence[Any]) -> Any:
     """A mesh with automatic axes over ``devices``, in their order."""
     import numpy as np
@@ -80,16 +87,18 @@ def state_shardings(
         abstract: Tree of shapes.
         mesh: The mesh.
         rule: ``"replicated"``, ``"fsdp"`` or ``fn(path, shape, mesh) -> PartitionSpec``.
-        batch_axes: What ``"fsdp"`` splits over.
+        batch_axes: What ``"fsdp"`` splits over; all axes if there are none.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    ways = math.prod(mesh.shape[axis] for axis in batch_axes)
+    # Without batch axes (a model that all devices hold together, each with all rows) over all there are.
+    axes = tuple(batch_axes) or tuple(mesh.axis_names)
+    ways = math.prod(mesh.shape[axis] for axis in axes)
 
     def fsdp(shape: tuple[int, ...]) -> Any:
         fitting = [d for d in sorted(range(len(shape)), key=lambda d: -shape[d]) if shape[d] and shape[d] % ways == 0]
-        spec = [tuple(batch_axes) if d == fitting[0] else None for d in range(len(shape))] if fitting else []
+        spec = [axes if d == fitting[0] else None for d in range(len(shape))] if fitting else []
         return PartitionSpec(*spec)
 
     def sharding(path: Any, leaf: Any) -> Any:
@@ -160,3 +169,18 @@ def global_array(sharding: Any, batch_size: int, first_row: int, rows: Any) -> A
         return rows[(slice(start - first_row, stop - first_row), *index[1:])]
 
     return jax.make_array_from_callback((batch_size, *rows.shape[1:]), sharding, part)
+
+
+def put_whole(value: Any, sharding: Any) -> Any:
+    """A host array on the devices of a sharding.
+
+    Args:
+        value: The whole array; where the devices are of several processes, each of them has it.
+        sharding: ``jax.sharding.Sharding``.
+    """
+    import jax
+
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    whole = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])

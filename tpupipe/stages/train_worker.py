@@ -23,7 +23,14 @@ from tpupipe.stages.compiled import Compiled, compiled, use_compile_cache
 from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
-from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
+from tpupipe.stages.sharding import (
+    check_batch,
+    forget_slices,
+    make_mesh,
+    mesh_shape,
+    named_sharding,
+    state_shardings,
+)
 from tpupipe.stages.stall import START_TIMEOUT_S, Phase, Watchdog
 from tpupipe.stages.units import require_rows
 
@@ -113,17 +120,16 @@ def _set_slice_environment(plan: TrainPlan, rank: int) -> None:
     """Sets ``MEGASCALE_*`` for this group before JAX first touches a device, whatever the host came with."""
     from ray.util.tpu import get_tpu_coordinator_env_vars
 
-    stale = [name for name in os.environ if name.startswith("MEGASCALE_")]
-    for name in stale:
-        del os.environ[name]
+    forget_slices()
+    group = f"slices-{plan.target.restart}"
     if plan.slices > 1:
         import ray
 
         address = ray.util.get_node_ip_address()
         if rank:
-            address = plan.coordinator.first_address(plan.target.restart)
+            address = plan.coordinator.first_address(group)
         else:
-            plan.coordinator.set_first_address(plan.target.restart, address)
+            plan.coordinator.set_first_address(group, address)
         os.environ.update(get_tpu_coordinator_env_vars(address, plan.slices, rank // plan.hosts_per_slice))
 
 
