@@ -273,7 +273,7 @@ def test_bad_rows_and_recompile_of_an_inference_stage():
 
 def test_an_unknown_stage_and_wrong_keys_are_listed_together():
     """All problems at once, the nearest stage, and the kind of stage that a key is not for."""
-    config = world(lmm={"seed": 1}, tokens={"seed": 1, "steps": 4}, lm={"chunk_rows": 3}, score={"mesh": {"data": 1}})
+    config = world(lmm={"seed": 1}, tokens={"seed": 1, "steps": 4}, lm={"chunk_rows": 3}, score={"epochs": 1})
     with pytest.raises(ConfigError) as caught:
         configured(make_job(), config)
     problems = caught.value.data["problems"]
@@ -284,7 +284,7 @@ def test_an_unknown_stage_and_wrong_keys_are_listed_together():
         "stages.tokens.seed: not for a Preprocess stage",
         "stages.tokens.steps: not for a Preprocess stage",
         "stages.lm.chunk_rows: not for a Train stage",
-        "stages.score.mesh: not for a Infer stage",
+        "stages.score.epochs: not for a Infer stage",
     ):
         assert part in text
 

@@ -32,8 +32,9 @@ _KEYS: dict[str, tuple[type[Stage], ...]] = {
     "batch_size": (Train,),
     "seed": (Train,),
     "log_every_s": (Train,),
-    "mesh": (Train,),
-    "sharding": (Train,),
+    "mesh": (Train, Infer),
+    "sharding": (Train, Infer),
+    "parallel": (Infer,),
     "spare": (Train,),
     "chunk_rows": (Preprocess,),
     "batch_rows": (Infer,),
@@ -44,7 +45,7 @@ _KEYS: dict[str, tuple[type[Stage], ...]] = {
     "compile_timeout_s": (Train,),
     "restore_timeout_s": (Train,),
 }
-_DECLARED = ("batch_size", "seed", "mesh", "sharding", "chunk_rows", "batch_rows", "recompile")
+_DECLARED = ("batch_size", "seed", "mesh", "sharding", "parallel", "chunk_rows", "batch_rows", "recompile")
 
 
 def load_build(module_name: str) -> Build:

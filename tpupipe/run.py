@@ -201,6 +201,9 @@ def check_before_anything(job: Job, config: Config, options: RunOptions) -> None
     for stage in job.stages:
         if isinstance(stage, Train):
             check_batch(stage.batch_size, mesh_shape(stage.mesh, spec.devices), stage.batch_axes)
+        elif isinstance(stage, Infer):
+            sharded = stage.parallel == "sharded"
+            mesh_shape(stage.mesh, spec.devices // spec.slices if sharded else spec.devices_per_host)
 
 
 @dataclass

@@ -159,8 +159,9 @@ class StageConfig(_Section):
         batch_size: Training: rows of one global batch.
         seed: Training: seed of parameters and sample order.
         log_every_s: Training: interval of metrics, seconds.
-        mesh: Training: axis name -> devices; one axis may be ``-1``, the rest.
-        sharding: Training: how parameters are laid out over the mesh.
+        mesh: Training and inference: axis name -> devices; one axis may be ``-1``, the rest.
+        sharding: Training and inference: how parameters are laid out over the mesh.
+        parallel: Inference: a model per host, or one over all hosts of a slice.
         spare: Training: keep a second set of processes ready on the held slice, to begin when one is lost; on by
             default, in stages that have more than 20 s to go.
         chunk_rows: Preprocessing: rows of one chunk.
@@ -181,6 +182,7 @@ class StageConfig(_Section):
     log_every_s: Seconds | None = None
     mesh: dict[str, int] | None = None
     sharding: Literal["replicated", "fsdp"] | None = None
+    parallel: Literal["replica", "sharded"] | None = None
     spare: bool | None = None
     chunk_rows: Count | None = None
     batch_rows: Count | None = None
