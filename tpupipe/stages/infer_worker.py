@@ -21,16 +21,16 @@ from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Infer
 from tpupipe.ledger.events import event
+from tpupipe.programs.infer_batches import ReadyWindow, ready_window
+from tpupipe.programs.infer_buckets import length_histogram
+from tpupipe.programs.infer_rows import BadRow, Columns, UnitMapper, errors_table
+from tpupipe.programs.sharding import make_mesh, named_sharding
 from tpupipe.stages.base import arm_worker, last_lines, reported
 from tpupipe.stages.compiled import use_compile_cache
 from tpupipe.stages.coordinator import CoordinatorHandle
-from tpupipe.stages.infer_batches import ReadyWindow, ready_window
-from tpupipe.stages.infer_buckets import length_histogram
 from tpupipe.stages.infer_engine import Computed, InferEngine
 from tpupipe.stages.infer_params import ParamsSource
 from tpupipe.stages.infer_pipeline import Pipeline
-from tpupipe.stages.infer_rows import BadRow, Columns, UnitMapper, errors_table
-from tpupipe.stages.sharding import make_mesh, named_sharding
 from tpupipe.stages.stall import Watchdog
 from tpupipe.stages.unit_failures import is_the_units_own
 from tpupipe.stages.units import Committed, UnitTarget, commit_errors, commit_written
