@@ -22,6 +22,8 @@ import tpupipe
 from tpupipe.cli_checkpoints import checkpoints_app
 from tpupipe.cli_common import console, errors
 from tpupipe.cli_drill import EPILOG, drill_command
+from tpupipe.cli_plan import EPILOG as PLAN_EPILOG
+from tpupipe.cli_plan import plan_command
 from tpupipe.cli_ticks import AsOf, Backfill, EveryOption, Reprocess, TickOptions, print_backfill, run_backfill
 from tpupipe.config import Config, environment
 from tpupipe.errors import ClusterError, TpupipeError, UsageError
@@ -44,6 +46,7 @@ cluster_app = typer.Typer(help="Keep a faked slice warm on this machine.", no_ar
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoints_app, name="checkpoints")
 app.command("drill", epilog=EPILOG)(drill_command)
+app.command("plan", epilog=PLAN_EPILOG)(plan_command)
 
 ConfigFiles = Annotated[
     list[Path], typer.Option("-c", "--config", help="YAML file; may be repeated, later files over earlier.")

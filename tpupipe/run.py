@@ -195,7 +195,7 @@ def check_before_anything(job: Job, config: Config, options: RunOptions) -> None
     if spec is None:
         return
     from tpupipe.cluster.reservation import check_slice
-    from tpupipe.stages.sharding import check_batch, mesh_shape
+    from tpupipe.programs.sharding import check_batch, mesh_shape
 
     check_slice(spec)
     for stage in job.stages:

@@ -15,10 +15,11 @@ import numpy as np
 
 from tpupipe.data.sources import JsonLines
 from tpupipe.job import Infer
-from tpupipe.stages.infer_batches import ready_window
+from tpupipe.programs.infer import infer_mesh
+from tpupipe.programs.infer_batches import ready_window
+from tpupipe.programs.infer_rows import MappedWindow
+from tpupipe.programs.sharding import put_whole, state_shardings
 from tpupipe.stages.infer_engine import Computed, InferEngine
-from tpupipe.stages.infer_rows import MappedWindow
-from tpupipe.stages.sharding import make_mesh, mesh_shape, named_sharding, put_whole, state_shardings
 
 
 def apply(params: Any, batch: Any) -> Any:
@@ -33,13 +34,13 @@ def window(start: int, rows: int) -> MappedWindow:
 def main(address: str, process: int, strayed: int) -> None:
     jax.distributed.initialize(address, num_processes=2, process_id=process)
     stage = Infer("s", JsonLines("x"), "fit", apply=apply, batch_rows=6, sharding="fsdp", parallel="sharded")
-    mesh = make_mesh(mesh_shape(stage.mesh, jax.device_count()), jax.devices())
+    mesh, rows = infer_mesh(stage, jax.devices())
     weights = np.arange(32, dtype=np.float32).reshape(4, 8)
     params = put_whole(weights, state_shardings(weights, mesh, stage.sharding, stage.batch_axes))
-    engine = InferEngine(stage, params, mesh, named_sharding(mesh, stage.batch_axes), lambda *_: None)
+    engine = InferEngine(stage, params, mesh, rows, lambda *_: None)
     got: list[Any] = []
-    for start, rows in ((0, 10), (7, 3), (20, 5)):
-        mapped = window(start + (start == 20 and strayed == process), rows)
+    for start, count in ((0, 10), (7, 3), (20, 5)):
+        mapped = window(start + (start == 20 and strayed == process), count)
         engine.submit(ready_window(stage, f"u{start}", mapped, engine.devices, engine.spec), got.append)
     while engine.collect():
         pass

@@ -9,7 +9,7 @@ import pytest
 
 from tpupipe.data.buckets import Buckets
 from tpupipe.errors import DataError, JobError, ObjectExistsError
-from tpupipe.stages.infer_buckets import length_histogram, resolve_buckets
+from tpupipe.programs.infer_buckets import length_histogram, resolve_buckets
 from tpupipe.store.layout import RunPaths
 
 PATHS = RunPaths("job", "run")

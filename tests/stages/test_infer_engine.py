@@ -9,10 +9,10 @@ from tpupipe.data.buckets import Buckets
 from tpupipe.data.sources import JsonLines
 from tpupipe.errors import DataError, StageError, UserCodeError
 from tpupipe.job import Infer
-from tpupipe.stages.infer_batches import plan_window, ready_window, shapes_of
+from tpupipe.programs.infer_batches import plan_window, ready_window, shapes_of
+from tpupipe.programs.infer_rows import MappedWindow
+from tpupipe.programs.sharding import make_mesh, named_sharding
 from tpupipe.stages.infer_engine import Computed, InferEngine
-from tpupipe.stages.infer_rows import MappedWindow
-from tpupipe.stages.sharding import make_mesh, named_sharding
 
 
 def score(params, batch):

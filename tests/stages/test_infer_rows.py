@@ -13,7 +13,7 @@ from tpupipe.data.sources import JsonLines
 from tpupipe.data.windows import Origin, Window
 from tpupipe.errors import BadRowError, DataError, UserCodeError
 from tpupipe.job import Infer, Quarantine
-from tpupipe.stages.infer_rows import UnitMapper, bisect, errors_table
+from tpupipe.programs.infer_rows import UnitMapper, bisect, errors_table
 
 
 def stage(mapping=None, bad_rows="fail", **options):

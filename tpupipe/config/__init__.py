@@ -10,6 +10,7 @@ from tpupipe.config.environment import (
     FAKED_SLICES_VARIABLE,
     STORAGE_VARIABLES,
     Environment,
+    child_variables,
     environment,
     process_variables,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "StageConfig",
     "StoreConfig",
     "canonical",
+    "child_variables",
     "config_hash",
     "dry_run_config",
     "environment",

@@ -35,6 +35,12 @@ def process_variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def child_variables(changes: Mapping[str, str]) -> dict[str, str]:
+    """All variables for a child process: this process's own, with changes. A folder in ``PYTHONPATH`` goes in front."""
+    path = [changes.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(each for each in path if each)}
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """What the process was started with. Empty variables count as not set.

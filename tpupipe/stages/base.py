@@ -19,7 +19,7 @@ from tpupipe.cluster.loss import drain_this_host, this_slice
 from tpupipe.cluster.reservation import Reservation
 from tpupipe.config import Config, StageConfig, environment
 from tpupipe.data.sources import Source, Unit
-from tpupipe.errors import StageError, TpupipeError, UserCodeError
+from tpupipe.errors import StageError, TpupipeError
 from tpupipe.faults.damage import damage_newest
 from tpupipe.faults.driver import effect_facts
 from tpupipe.faults.inject import Injection, raylet_of_this_worker
@@ -123,27 +123,6 @@ def reported(
             )
         )
         raise
-
-
-@contextlib.contextmanager
-def user_code(function: str, stage: str, **where: Any) -> Iterator[None]:
-    """Turns what the job's own function raises into a ``UserCodeError`` with its last lines.
-
-    Raises:
-        UserCodeError: The function raised. Errors of our own tree pass as they are.
-    """
-    try:
-        yield
-    except TpupipeError:
-        raise
-    except Exception as error:
-        place = "".join(f", {key} {value}" for key, value in where.items())
-        lines = traceback.format_exc(limit=-3)
-        raise UserCodeError(
-            f"{function} of stage {stage!r} raised {type(error).__name__}: {error}{place}\n{lines}",
-            stage=stage,
-            **where,
-        ) from error
 
 
 def failure_of(error: BaseException, told: Iterable[TpupipeError], stage: str) -> TpupipeError:

@@ -19,13 +19,12 @@ from tpupipe.checkpoint.restore import restore
 from tpupipe.checkpoint.saver import Saver, SaveTarget
 from tpupipe.data.chunks import ChunkReader, Manifest
 from tpupipe.data.stream import Stream, add_digests, digest
-from tpupipe.errors import DataError
 from tpupipe.ledger.events import event
+from tpupipe.programs.sharding import RowRange, global_array, row_range
+from tpupipe.programs.train import MASK, abstract_batch, checked_columns
 from tpupipe.stages.coordinator import CoordinatorHandle, Decision
-from tpupipe.stages.sharding import RowRange, global_array, row_range
 
 PREFETCH_BATCHES = 3
-MASK = "mask"
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class StageContext:
         self._preemption = preemption
         self._rows: RowRange = row_range(sharding, batch_size)
         self._reader = ChunkReader(target.store, target.paths, manifest)
-        self._columns = _checked_columns(manifest)
+        self._columns = checked_columns(manifest.stage, manifest.empty_batch())
         self.confer_at = self.first_step + 1
         self._conferred = (self.first_step, time.monotonic())
         self._saver = Saver(
@@ -204,18 +203,7 @@ class StageContext:
 
     def abstract_batch(self) -> dict[str, Any]:
         """Shapes, dtypes and placement of every batch, for compiling ahead of the data."""
-        import jax
-        import numpy as np
-
-        def shape(values: Any) -> Any:
-            return jax.ShapeDtypeStruct(
-                (self._batch_size, *values.shape[1:]),
-                jax.dtypes.canonicalize_dtype(values.dtype),
-                sharding=self._sharding,
-            )
-
-        columns = {name: shape(values) for name, values in self._columns.items()}
-        return {**columns, MASK: shape(np.empty((0,), bool))}
+        return abstract_batch(self._columns, self._batch_size, self._sharding)
 
     @contextlib.contextmanager
     def batches(self) -> Iterator[Iterator[FedBatch]]:
@@ -272,18 +260,3 @@ class StageContext:
     def fed(self, batch: FedBatch) -> None:
         """Counts a batch as fed: call it once per update."""
         self.digest_part = add_digests(self.digest_part, batch.digest)
-
-
-def _checked_columns(manifest: Manifest) -> dict[str, Any]:
-    columns = manifest.empty_batch()
-    for name, values in columns.items():
-        if name == MASK:
-            raise DataError(f"Stage {manifest.stage!r} has a column {MASK!r}, which every batch gets anyway.")
-        if values.dtype.kind not in "biufc" and "float" not in values.dtype.name:
-            raise DataError(
-                f"Column {name!r} of stage {manifest.stage!r} is {values.dtype}; training needs rectangular numbers.",
-                hint="Let the stage's map pad or pack it, or drop it.",
-                stage=manifest.stage,
-                column=name,
-            )
-    return columns

@@ -17,11 +17,11 @@ from tpupipe.data.sources import Part, Unit
 from tpupipe.errors import StageError, TpupipeError
 from tpupipe.job import Infer
 from tpupipe.ledger.events import Seconds
+from tpupipe.programs.infer_buckets import buckets_of, resolve_buckets
 from tpupipe.stages.base import StageRun, failure_of, told_errors
 from tpupipe.stages.committed import CommittedUnits, Compaction, resume_units
 from tpupipe.stages.failures import Budget
 from tpupipe.stages.finished import COUNTED, read_manifest, units_done
-from tpupipe.stages.infer_buckets import buckets_of, resolve_buckets
 from tpupipe.stages.infer_params import find_params
 from tpupipe.stages.infer_pool import InferPool, too_many_bad_rows
 from tpupipe.stages.infer_worker import InferPlan, UnitDone, sample_unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -17,11 +16,12 @@ from numpy.typing import NDArray
 from tpupipe.data.buckets import PackedBatch
 from tpupipe.errors import DataError, OutOfStepError, StageError
 from tpupipe.job import Infer
-from tpupipe.stages.base import user_code
-from tpupipe.stages.infer_batches import LENGTHS, MASK, ReadyWindow, Spec, feed_of, key_of, shapes_of, told
-from tpupipe.stages.infer_rows import Columns, MappedWindow
-from tpupipe.stages.lockstep import Turns
-from tpupipe.stages.sharding import put_whole
+from tpupipe.programs.infer import check_outputs, lower_apply, row_multiple
+from tpupipe.programs.infer_batches import ReadyWindow, Spec, feed_of, key_of, shapes_of, told
+from tpupipe.programs.infer_rows import Columns, MappedWindow
+from tpupipe.programs.sharding import put_whole
+from tpupipe.programs.turns import Turns
+from tpupipe.programs.user_code import user_code
 
 IN_FLIGHT = 3  # batches dispatched and not fetched
 
@@ -87,7 +87,7 @@ class InferEngine:
     ) -> None:
         self._stage = stage
         self._params = params
-        self._devices: int = math.prod(mesh.shape[axis] for axis in stage.batch_axes)
+        self._devices = row_multiple(stage, mesh)
         self._rows = rows
         self._turns = None if rows.is_fully_addressable else Turns(mesh)
         self._on_compile = on_compile
@@ -148,47 +148,15 @@ class InferEngine:
 
     def _compile(self, spec: Spec, shapes: Sequence[tuple[int, int]], *, ahead: bool) -> None:
         """Compiles for some shapes: traced one after the other, compiled side by side."""
-        import jax
-
         began = time.monotonic()
-        self._check_outputs(spec, shapes[0])
-        jitted, turn = jax.jit(self._stage.apply, out_shardings=self._rows), []
-        if self._turns is not None:
-            jitted, turn = self._turns.joined(self._stage.apply), [self._turns.abstract]
-        with user_code("apply", self._stage.name):
-            lowered = [jitted.lower(self._params, self._abstract(spec, *shape), *turn) for shape in shapes]
+        check_outputs(self._stage, self._params, spec, shapes[0], self._rows)
+        lowered = lower_apply(self._stage, self._params, spec, shapes, self._rows, turns=self._turns)
         with ThreadPoolExecutor(min(len(shapes), os.cpu_count() or 1)) as pool:
             programs = list(pool.map(lambda each: each.compile(), lowered))
         for (rows, length), program in zip(shapes, programs, strict=True):
             self._programs[key_of(spec), rows, length] = program
         self.compilations += len(programs)
         self._on_compile(time.monotonic() - began, f"{shapes} of {told(spec)}", ahead)
-
-    def _abstract(self, spec: Spec, rows: int, length: int) -> dict[str, Any]:
-        import jax
-
-        feed = {name: (column.shape(rows, length), column.dtype) for name, column in spec.items()}
-        if self._stage.buckets is not None:
-            feed[LENGTHS] = ((rows,), np.dtype(np.int32))
-        feed[MASK] = ((rows,), np.dtype(np.bool_))
-        return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self._rows) for n, (shape, dtype) in feed.items()}
-
-    def _check_outputs(self, spec: Spec, shape: tuple[int, int]) -> dict[str, Any]:
-        import jax
-
-        with user_code("apply", self._stage.name):
-            outputs = jax.eval_shape(self._stage.apply, self._params, self._abstract(spec, *shape))
-        if not isinstance(outputs, Mapping):
-            raise StageError(
-                f"apply of stage {self._stage.name!r} returned {type(outputs).__name__}, not a mapping of outputs."
-            )
-        for name, value in outputs.items():
-            if len(value.shape) < 1 or value.shape[0] != shape[0]:
-                raise StageError(
-                    f"apply of stage {self._stage.name!r}: output {name!r} has shape {list(value.shape)}; its "
-                    f"first dimension must be the batch's {shape[0]} rows."
-                )
-        return dict(outputs)
 
     def _other_shape(self, ready: ReadyWindow) -> DataError:
         assert self._spec is not None  # noqa: S101 - something was compiled before
@@ -276,11 +244,12 @@ class InferEngine:
 
     def _no_rows(self, spec: Spec) -> Columns:
         """Outputs without rows, of the types that rows would have: the model is only traced."""
-        shapes = self._check_outputs(spec, shapes_of(self._stage, self._devices)[0])
+        shape = shapes_of(self._stage, self._devices)[0]
+        shapes = check_outputs(self._stage, self._params, spec, shape, self._rows)
         outputs: Columns = {}
-        for name, shape in shapes.items():
+        for name, value in shapes.items():
             ragged = name in self._stage.ragged_outputs
-            outputs[name] = np.empty((0,), object) if ragged else np.empty((0, *shape.shape[1:]), shape.dtype)
+            outputs[name] = np.empty((0,), object) if ragged else np.empty((0, *value.shape[1:]), value.dtype)
         return outputs
 
     def _fail(self, opened: _Open, error: Exception) -> None:

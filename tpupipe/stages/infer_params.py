@@ -15,9 +15,10 @@ from tpupipe.checkpoint.verify import newest_intact
 from tpupipe.data.pretrained import Pretrained
 from tpupipe.errors import JobError, NoIntactCheckpointError
 from tpupipe.job import Infer, Train, default_params
-from tpupipe.stages.base import StageRun, user_code
+from tpupipe.programs.sharding import put_whole
+from tpupipe.programs.user_code import user_code
+from tpupipe.stages.base import StageRun
 from tpupipe.stages.record import read_train_record
-from tpupipe.stages.sharding import put_whole
 from tpupipe.store.layout import RunPaths, parse_checkpoint
 from tpupipe.store.objects import Store, open_store
 

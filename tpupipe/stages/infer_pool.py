@@ -20,10 +20,10 @@ from tpupipe.data.sources import Unit
 from tpupipe.errors import BadRowError, StageError, TpupipeError
 from tpupipe.job import Infer, Quarantine
 from tpupipe.ledger.events import Seconds
+from tpupipe.programs.infer_rows import refused
 from tpupipe.stages.base import StageRun, failure_of, tell_fault
 from tpupipe.stages.committed import Compaction
 from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
-from tpupipe.stages.infer_rows import refused
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
 from tpupipe.stages.lockstep import Lockstep
 from tpupipe.stages.retry import charge, loss_of

@@ -22,17 +22,18 @@ from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Infer
 from tpupipe.ledger.events import event
+from tpupipe.programs.infer import infer_mesh
+from tpupipe.programs.infer_batches import ReadyWindow, ready_window
+from tpupipe.programs.infer_buckets import length_histogram
+from tpupipe.programs.infer_rows import BadRow, Columns, UnitMapper, errors_table
+from tpupipe.programs.sharding import forget_slices, state_shardings
 from tpupipe.stages.base import arm_worker, last_lines, reported
 from tpupipe.stages.compiled import use_compile_cache
 from tpupipe.stages.coordinator import CoordinatorHandle
-from tpupipe.stages.infer_batches import ReadyWindow, ready_window
-from tpupipe.stages.infer_buckets import length_histogram
 from tpupipe.stages.infer_engine import Computed, InferEngine
 from tpupipe.stages.infer_params import ParamsSource
 from tpupipe.stages.infer_pipeline import Pipeline, Sink
-from tpupipe.stages.infer_rows import BadRow, Columns, UnitMapper, errors_table
 from tpupipe.stages.lockstep import Lockstep
-from tpupipe.stages.sharding import forget_slices, make_mesh, mesh_shape, named_sharding, state_shardings
 from tpupipe.stages.stall import Watchdog
 from tpupipe.stages.unit_failures import is_the_units_own
 from tpupipe.stages.units import Committed, UnitTarget, commit_errors, commit_written
@@ -127,9 +128,8 @@ class InferWorker:
             self._lockstep.join(plan.coordinator)
         use_compile_cache(plan.target.store, plan.target.paths)
         devices = jax.local_devices() if self._lockstep is None else jax.devices()
-        mesh = make_mesh(mesh_shape(stage.mesh, len(devices)), devices)
+        mesh, rows = infer_mesh(stage, devices)
         params = plan.params.load(lambda tree: state_shardings(tree, mesh, stage.sharding, stage.batch_axes))
-        rows = named_sharding(mesh, stage.batch_axes) if stage.batch_axes else named_sharding(mesh)
         self._engine = InferEngine(stage, params, mesh, rows, self._compiled)
         self._template: Columns | None = None
         self._watchdogs: set[Watchdog] = set()

@@ -28,7 +28,8 @@ from tpupipe.faults.plan import Action, Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
 from tpupipe.ledger.events import Seconds, event
-from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors, user_code
+from tpupipe.programs.user_code import user_code
+from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors
 from tpupipe.stages.committed import Compaction, resume_units
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import units_done

@@ -13,24 +13,19 @@ from tpupipe.checkpoint.policy import SavePolicy
 from tpupipe.checkpoint.saver import SaveTarget
 from tpupipe.checkpoint.tree import params_digest
 from tpupipe.data.stream import Stream
-from tpupipe.errors import JobError, StageError, UserCodeError
+from tpupipe.errors import JobError, StageError
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
-from tpupipe.stages.base import arm_worker, reported, user_code
+from tpupipe.programs.sharding import forget_slices, named_sharding
+from tpupipe.programs.train import abstract_state, lower_step, shardings_of, train_mesh
+from tpupipe.programs.user_code import user_code
+from tpupipe.stages.base import arm_worker, reported
 from tpupipe.stages.compiled import Compiled, compiled, use_compile_cache
 from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
-from tpupipe.stages.sharding import (
-    check_batch,
-    forget_slices,
-    make_mesh,
-    mesh_shape,
-    named_sharding,
-    state_shardings,
-)
 from tpupipe.stages.stall import START_TIMEOUT_S, Phase, Watchdog
 from tpupipe.stages.units import require_rows
 
@@ -155,10 +150,7 @@ def _train(plan: TrainPlan, watchdog: Watchdog) -> None:
             devices=jax.device_count(),
             expected=plan.devices,
         )
-    shape = mesh_shape(stage.mesh, jax.device_count())
-    check_batch(stage.batch_size, shape, stage.batch_axes)
-    mesh = make_mesh(shape, jax.devices())
-    rows = named_sharding(mesh, tuple(stage.batch_axes))
+    mesh, rows = train_mesh(stage, jax.devices())
 
     manifest = read_manifest(plan.target.store, plan.target.paths, stage.data)
     if manifest is None:
@@ -190,7 +182,7 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
     began = time.monotonic()
     watchdog.enter(plan.compiling)
     key = jax.random.key(stage.seed)
-    abstract = _abstract_state(stage, key, mesh)
+    abstract = abstract_state(stage, mesh)
     with ThreadPoolExecutor(1, thread_name_prefix="compile") as pool:
         compiling = pool.submit(_compile, plan, abstract, context.abstract_batch(), named_sharding(mesh))
         if plan.start is not None:
@@ -199,7 +191,7 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
         watchdog.enter(plan.compiling)
         if state is None:
             with user_code("init", stage.name):
-                state = jax.jit(stage.init, out_shardings=_shardings(abstract))(key)
+                state = jax.jit(stage.init, out_shardings=shardings_of(abstract))(key)
         else:
             context.tell(event("restored", step=context.first_step, seconds=time.monotonic() - began))
         stated = time.monotonic()
@@ -210,47 +202,9 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
     return state, step.call
 
 
-def _abstract_state(stage: Train, key: Any, mesh: Any) -> Any:
-    import jax
-
-    with user_code("init", stage.name):
-        shapes = jax.eval_shape(stage.init, key)
-    shardings = state_shardings(shapes, mesh, stage.sharding, stage.batch_axes)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-    )
-
-
-def _shardings(abstract: Any) -> Any:
-    import jax
-
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-
 def _compile(plan: TrainPlan, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Compiled:
     with user_code("step", plan.stage.name):
-        return compiled(_lower(plan.stage, abstract, batch, replicated), plan.target.store, plan.target.paths)
-
-
-def _lower(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Any:
-    import jax
-
-    out = jax.eval_shape(stage.step, abstract, batch)
-    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Mapping):
-        raise UserCodeError(
-            f"step of stage {stage.name!r} must return (state, metrics): a state like the one it got, and a mapping "
-            "of scalars.",
-            stage=stage.name,
-        )
-    vectors = [name for name, value in out[1].items() if value.shape != ()]
-    if vectors:
-        raise UserCodeError(
-            f"step of stage {stage.name!r}: metrics {', '.join(vectors)} are not scalars.",
-            hint="Reduce them in step, for example with jnp.mean.",
-            stage=stage.name,
-        )
-    jitted = jax.jit(stage.step, donate_argnums=0, out_shardings=(_shardings(abstract), replicated))
-    return jitted.lower(abstract, batch)
+        return compiled(lower_step(plan.stage, abstract, batch, replicated), plan.target.store, plan.target.paths)
 
 
 def _loop(  # noqa: PLR0917 - one caller

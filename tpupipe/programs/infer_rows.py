@@ -16,7 +16,7 @@ from tpupipe.data.columns import as_array, to_numpy
 from tpupipe.data.windows import Window
 from tpupipe.errors import BadRowError, DataError, TpupipeError, UserCodeError
 from tpupipe.job import Infer, Quarantine
-from tpupipe.stages.infer_buckets import buckets_of
+from tpupipe.programs.infer_buckets import buckets_of
 
 Columns = dict[str, NDArray[Any]]
 

@@ -13,8 +13,8 @@ from tpupipe.data.buckets import PackedBatch, plan_batches
 from tpupipe.data.ragged import Ragged
 from tpupipe.errors import DataError
 from tpupipe.job import Infer
-from tpupipe.stages.infer_buckets import buckets_of
-from tpupipe.stages.infer_rows import Columns, MappedWindow
+from tpupipe.programs.infer_buckets import buckets_of
+from tpupipe.programs.infer_rows import Columns, MappedWindow
 
 MASK, LENGTHS = "mask", "lengths"
 

@@ -1,0 +1,31 @@
+"""Errors of the job's own functions, told as such."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from tpupipe.errors import TpupipeError, UserCodeError
+
+
+@contextlib.contextmanager
+def user_code(function: str, stage: str, **where: Any) -> Iterator[None]:
+    """Turns what the job's own function raises into a ``UserCodeError`` with its last lines.
+
+    Raises:
+        UserCodeError: The function raised. Errors of our own tree pass as they are.
+    """
+    try:
+        yield
+    except TpupipeError:
+        raise
+    except Exception as error:
+        place = "".join(f", {key} {value}" for key, value in where.items())
+        lines = traceback.format_exc(limit=-3)
+        raise UserCodeError(
+            f"{function} of stage {stage!r} raised {type(error).__name__}: {error}{place}\n{lines}",
+            stage=stage,
+            **where,
+        ) from error
