@@ -16,6 +16,7 @@ from tpupipe.data.stream import Stream
 from tpupipe.errors import JobError, StageError, UserCodeError
 from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
+from tpupipe.hardware.mesh import check_batch, mesh_shape
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
 from tpupipe.stages.base import arm_worker, reported, user_code
@@ -23,7 +24,7 @@ from tpupipe.stages.compiled import Compiled, compiled, use_compile_cache
 from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
-from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
+from tpupipe.stages.sharding import make_mesh, named_sharding, state_shardings
 from tpupipe.stages.stall import START_TIMEOUT_S, Phase, Watchdog
 from tpupipe.stages.units import require_rows
 
