@@ -176,10 +176,12 @@ def check(
     Raises:
         UsageError: The command line, the configuration or the declaration of the job is not valid.
     """
-    _say(f"importing {module}")
-    imported = import_alone(module)
-    if imported.usage:
-        raise UsageError(imported.error, hint=imported.hint, module=module)
+    imported: ImportReport | None = None
+    if "job" in options.groups:
+        _say(f"importing {module}")
+        imported = import_alone(module)
+        if imported.usage:
+            raise UsageError(imported.error, hint=imported.hint, module=module)
     findings = []
     with _context(module, config_files, overrides, options, imported) as context:
         config = context.config
@@ -207,7 +209,7 @@ def _context(
     config_files: Sequence[Path],
     overrides: Sequence[str],
     options: CheckOptions,
-    imported: ImportReport,
+    imported: ImportReport | None,
 ) -> Iterator[CheckContext]:
     """Everything that the checks look at, and its end."""
     from tpupipe.cluster.connect import pickled
@@ -253,13 +255,13 @@ def _context(
 
 
 def _resolved(
-    module: str, config_files: Sequence[Path], overrides: Sequence[str], imported: ImportReport
+    module: str, config_files: Sequence[Path], overrides: Sequence[str], imported: ImportReport | None
 ) -> tuple[Job | None, Config, bool]:
     """The job, the configuration, and whether ``build`` woke JAX.
 
     A module that cannot be imported, or must not because it wakes JAX, leaves the rest of the checks to be done.
     """
-    if imported.error:
+    if imported is not None and imported.error:
         return None, load_config(config_files, overrides), False
     before = jax_is_awake()
     build = load_build(module)

@@ -160,7 +160,7 @@ def zone_sources(generation: str) -> list[str]:
     """Where :func:`zones` was read for a generation, with dates or versions."""
     table = _json("tpu_zones.json")
     return [
-        str(table[section]["source"])
+        str(table[section]["source"]).partition(" ; ")[0]
         for section in ("docs_north_america", "docs_europe", "api_listed_zones")
         if any(key.split(" ")[0] == generation for key in table[section])
     ]

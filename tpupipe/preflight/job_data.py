@@ -154,7 +154,8 @@ def _called(stage: str, mapping: Callable[..., Any], batch: Mapping[str, Any], p
         made = mapping(batch)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # without this call of ours
-        where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        own = [frame for frame in frames if frame.filename == frames[0].filename]  # not those of libraries below it
+        where = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
         raise UserCodeError(
             f"map of stage {stage!r} raised {type(error).__name__}: {error}{where}, on {place}.",
             hint=f"It was given the columns {', '.join(batch) or '(none)'}.",

@@ -172,7 +172,7 @@ class GcsStore(Store):
             except (KeyError, ValueError, TypeError, AttributeError) as error:
                 raise AttemptError(Failure(StoreError, f"the store described the bucket as {resource!r}")) from error
 
-        return run(self.policy, "describing", f"gs://{self.root.bucket}", attempt, failure_of)[0]
+        return run(self.policy, "describe", f"gs://{self.root.bucket}", attempt, failure_of)[0]
 
     # -- parts ---------------------------------------------------------------------------------
 
