@@ -5,7 +5,6 @@ Exit status: 0 nothing failed (warnings and skipped checks included), 2 usage or
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
 import json
@@ -13,27 +12,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tpupipe.checking import CheckReport, check_context
 from tpupipe.cli_common import errors
-from tpupipe.config import Config, config_hash, environment, load_config, process_variables
-from tpupipe.errors import CheckFailedError, ClusterError, TpupipeError, UsageError
-from tpupipe.job import Job
+from tpupipe.config import config_hash
+from tpupipe.errors import CheckFailedError, UsageError
 from tpupipe.ledger.logs import set_up_logs
 from tpupipe.preflight.checks import iter_checks
 from tpupipe.preflight.context import CheckContext
-from tpupipe.preflight.findings import Finding, Status, worst
+from tpupipe.preflight.findings import Finding, Status
 from tpupipe.preflight.importing import ImportReport, import_alone
 from tpupipe.preflight.registry import GROUPS
-from tpupipe.resolve import jax_is_awake, load_build, resolve
-from tpupipe.run import endpoint_of, input_options, local_root
-from tpupipe.store.objects import open_store
-from tpupipe.store.uri import StoreURI
-from tpupipe.store.wiring import process_environment
 
 CHECK_EPILOG = (
     "Example: tpupipe check jobs.stdlib_lm -c configs/local.yaml --skip cluster   "
@@ -133,30 +127,6 @@ def wanted_groups(
     return frozenset(groups)
 
 
-@dataclass(frozen=True)
-class CheckReport:
-    """What a check found, all in all.
-
-    Args:
-        job: The job's module.
-        config_hash: Hash of the configuration with its defaults, by which a verdict is found again.
-        findings: In the order in which they were found.
-    """
-
-    job: str
-    config_hash: str
-    findings: tuple[Finding, ...]
-
-    @property
-    def status(self) -> Status:
-        """The worst of them."""
-        return worst(self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {**asdict(self), "status": self.status}
-
-
 def check(
     module: str,
     config_files: Sequence[Path],
@@ -183,8 +153,9 @@ def check(
         if imported.usage:
             raise UsageError(imported.error, hint=imported.hint, module=module)
     findings = []
-    with _context(module, config_files, overrides, options, imported) as context:
+    with check_context(module, config_files, overrides, options.groups, imported) as context:
         config = context.config
+        set_up_logs(config.logs.level, config.logs.format, config.labels)
         for finding in _all_findings(context, options):
             findings.append(finding)
             tell(finding)
@@ -201,75 +172,6 @@ def _all_findings(context: CheckContext, options: CheckOptions) -> Iterator[Find
     # yield from guarded("parity.job", lambda: parity_findings(context.job, context.config, …))
     if PARITY in options.groups:
         yield Finding("parity.job", Status.SKIPPED, "The parity check is not part of this version.")
-
-
-@contextlib.contextmanager
-def _context(
-    module: str,
-    config_files: Sequence[Path],
-    overrides: Sequence[str],
-    options: CheckOptions,
-    imported: ImportReport | None,
-) -> Iterator[CheckContext]:
-    """Everything that the checks look at, and its end."""
-    from tpupipe.cluster.connect import pickled
-    from tpupipe.cluster.inspect import cluster_to_ask
-    from tpupipe.cluster.reservation import check_slice
-
-    job, config, woke = _resolved(module, config_files, overrides, imported)
-    env = environment()
-    set_up_logs(config.logs.level, config.logs.format, config.labels)
-    with contextlib.ExitStack() as stack:
-        problem: TpupipeError | None = None
-        endpoint: str | None = None
-        try:
-            endpoint = stack.enter_context(endpoint_of(config, env))
-        except ClusterError as error:  # the embedded server is not installed, or does not come up: store.create says so
-            problem = error
-        store = None
-        if problem is None:
-            store = open_store(
-                config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s, attempts=config.store.attempts
-            )
-            stack.enter_context(
-                process_variables({**env.storage, **process_environment(endpoint, config.store.timeout_s)})
-            )
-        place = StoreURI.parse(config.store.uri)
-        root = local_root(config, env)
-        yield CheckContext(
-            config=config,
-            job=job,
-            module=module,
-            store=store,
-            store_problem=problem,
-            input_options=input_options(endpoint),
-            local_folder=Path(place.path) if place.scheme == "file" else root if config.store.embedded else None,
-            imported=imported,
-            build_woke_jax=woke,
-            ask_ray=check_slice,
-            pickled=pickled,
-            ask_cluster=cluster_to_ask(config.cluster, root=root, ray_address=env.ray_address)
-            if "cluster" in options.groups
-            else None,
-        )
-
-
-def _resolved(
-    module: str, config_files: Sequence[Path], overrides: Sequence[str], imported: ImportReport | None
-) -> tuple[Job | None, Config, bool]:
-    """The job, the configuration, and whether ``build`` woke JAX.
-
-    A module that cannot be imported, or must not because it wakes JAX, leaves the rest of the checks to be done.
-    """
-    if imported is not None and imported.error:
-        return None, load_config(config_files, overrides), False
-    before = jax_is_awake()
-    build = load_build(module)
-    job, config = resolve(build, config_files, overrides)
-    from tpupipe.cluster.connect import ship_by_value
-
-    ship_by_value(sys.modules[build.__module__])
-    return job, config, jax_is_awake() and not before
 
 
 # -- what is printed ------------------------------------------------------------------------

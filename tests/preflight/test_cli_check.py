@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tpupipe.cli_check import ALL_GROUPS, wanted_groups
-from tpupipe.errors import UsageError
+from tpupipe.errors import ClusterError, UsageError
 
 
 def test_lines_for_people_are_on_stdout_and_progress_is_not(world):
@@ -95,3 +95,32 @@ def test_an_unknown_group_is_refused_with_what_there_is():
             wanted_groups(only, skip)
         assert all(group in caught.value.message for group in ALL_GROUPS)
         assert "store" in caught.value.hint
+
+
+def test_an_embedded_server_that_does_not_come_up_is_a_finding(world, monkeypatch):
+    """Not installed: store.create fails with how to install it, and the rest is looked at all the same."""
+
+    def missing():
+        raise ClusterError("the embedded object server is not installed.", hint="pip install 'tpupipe[local]'")
+
+    monkeypatch.setattr("tpupipe.local.server.server_binary", missing)
+    embedded = ("--set", "store.embedded=true", "--set", "cluster.kind=fake")
+    done = world.check(world.job(), "--json", "--only", "store", "--only", "topology", *embedded)
+    findings = {f["check"]: f for f in json.loads(done.stdout)["findings"]}
+    assert done.exit_code == 3
+    assert (findings["store.create"]["status"], findings["store.create"]["hint"]) == (
+        "failure",
+        "pip install 'tpupipe[local]'",
+    )
+    assert findings["store.list"]["status"] == "skipped"
+    assert findings["topology.mesh"]["status"] == "ok"
+
+
+def test_one_embedded_store_and_its_disk(world):
+    """The configuration of a laptop: the server is started for the check, its disk is looked at, no region is compared."""
+    embedded = ("--set", "store.embedded=true", "--set", "cluster.kind=fake")
+    done = world.check(world.job(), "--json", "--only", "store", *embedded)
+    findings = {f["check"]: f["status"] for f in json.loads(done.stdout)["findings"]}
+    assert done.exit_code == 0
+    assert (findings["store.space"], findings["store.region"]) == ("ok", "skipped")
+    assert findings["store.overwrite"] == "ok"

@@ -48,6 +48,15 @@ def test_a_bucket_that_does_not_exist_is_not_a_forbidden_one(context, endpoint):
     assert judged["read"].status is Status.SKIPPED
 
 
+def test_no_credentials_is_not_a_missing_permission(context, monkeypatch, tmp_path):
+    """The real Cloud Storage without an account: the hint is how to get one, not what to grant it."""
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    judged = found(context, open_store("gs://no-account/x"))
+    assert "no usable credentials" in judged["create"].message
+    assert "gcloud auth application-default login" in judged["create"].hint
+    assert "Grant" not in judged["create"].hint
+
+
 def test_a_folder_that_may_not_be_written(context, tmp_path):
     """PermissionError of the file system is a refusal without the words of Cloud Storage."""
     (tmp_path / "file").write_text("a file where the folder should be")

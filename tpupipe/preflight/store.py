@@ -27,11 +27,13 @@ def refusal(check: str, what: str, permission: str, error: StoreError, store_uri
         error: What came back.
         store_uri: The store.
     """
+    from google.auth.exceptions import GoogleAuthError
+
     kind = type(error).__name__
     facts = {"error_kind": kind, "permission": permission}
     if isinstance(error, StoreDeniedError):
         hint = error.hint
-        if store_uri.startswith("gs://"):
+        if store_uri.startswith("gs://") and not isinstance(error.__cause__, GoogleAuthError):  # there is an account
             hint = (
                 f"Grant {permission} (roles/storage.objectUser has it) on the bucket to the account that runs this. Cloud Storage "
                 "answers the same for a bucket that does not exist to an account that may not know."
