@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tpupipe
+from tpupipe.cli_check import CHECK_EPILOG, check_command
 from tpupipe.cli_checkpoints import checkpoints_app
 from tpupipe.cli_common import console, errors
 from tpupipe.cli_drill import EPILOG, drill_command
@@ -45,6 +46,7 @@ app = typer.Typer(
 cluster_app = typer.Typer(help="Keep a faked slice warm on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoints_app, name="checkpoints")
+app.command("check", epilog=CHECK_EPILOG)(check_command)
 app.command("drill", epilog=EPILOG)(drill_command)
 app.command("plan", epilog=PLAN_EPILOG)(plan_command)
 
@@ -75,7 +77,7 @@ TakeOver = Annotated[
 
 _RUN_EPILOG = (
     "Example: tpupipe run jobs.stdlib_lm -c configs/local.yaml --run a --set job.steps=60   "
-    "Exit status: 0 all committed, 1 failed, 2 usage or config, 4 held by another driver, 130 interrupted."
+    "Exit status: 0 all committed, 1 failed, 2 usage or config, 3 bucket in another region, 4 held by another driver, 130 interrupted."
 )
 
 

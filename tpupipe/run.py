@@ -21,12 +21,14 @@ from tpupipe.faults.driver import armed_driver, check_faults, counted, failing_s
 from tpupipe.faults.plan import Fault, parse_faults
 from tpupipe.faults.points import point
 from tpupipe.faults.store_faults import StoreFaults
+from tpupipe.hardware.mesh import check_batch, mesh_shape
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.identity import Identity, check_identity, identify, plan_inputs, settle_identity
 from tpupipe.incremental import check_incremental, run_tick
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.ledger.events import EventLog
 from tpupipe.local.server import embedded_store
+from tpupipe.preflight.bucket import refuse_other_region
 from tpupipe.stages.finished import finished
 from tpupipe.stop import StopRequest
 from tpupipe.store.layout import RunPaths, TickPaths
@@ -123,6 +125,7 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
 
     Raises:
         UsageError: (exit 2) Nothing was reserved or written.
+        CheckFailedError: (exit 3) The bucket is in another region than ``cluster.zone``. Nothing was reserved or written.
         RunHeldError: (exit 4) Another driver owns the run.
         InterruptedRunError: (exit 130) Ctrl-C or SIGTERM; what was committed stays.
         TpupipeError: A stage failed. ``data["result"]`` is the ``RunResult``.
@@ -141,6 +144,7 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
         store = open_store(
             config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s, attempts=config.store.attempts
         )
+        refuse_other_region(config, store)
         worker_environment = {**env.storage, **process_environment(endpoint, config.store.timeout_s)}
         with process_variables(worker_environment):
 
@@ -195,7 +199,6 @@ def check_before_anything(job: Job, config: Config, options: RunOptions) -> None
     if spec is None:
         return
     from tpupipe.cluster.reservation import check_slice
-    from tpupipe.programs.sharding import check_batch, mesh_shape
 
     check_slice(spec)
     for stage in job.stages:

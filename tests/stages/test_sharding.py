@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpupipe.errors import JobError
-from tpupipe.programs.sharding import check_batch, mesh_shape
+from tpupipe.hardware.mesh import check_batch, mesh_shape
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,8 @@ warnings.simplefilter("error")
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from tpupipe.errors import JobError
-from tpupipe.programs.sharding import RowRange, global_array, make_mesh, mesh_shape, row_range, state_shardings
+from tpupipe.hardware.mesh import mesh_shape
+from tpupipe.programs.sharding import RowRange, global_array, make_mesh, row_range, state_shardings
 
 answers = {}
 assert len(jax.devices()) == 8

@@ -90,7 +90,7 @@ def connected(
             state = warm_cluster(root)
             if state is not None and state.address != address:
                 state = None
-        dashboard = stack.enter_context(_ray_connection(address or "auto", worker_environment))
+        dashboard = stack.enter_context(open_connection(address or "auto", worker_environment))
         yield Cluster(
             address=ray.get_runtime_context().gcs_address,
             dashboard=dashboard,
@@ -100,8 +100,12 @@ def connected(
 
 
 @contextlib.contextmanager
-def _ray_connection(address: str, worker_environment: Mapping[str, str]) -> Iterator[str]:
-    """Yields the dashboard's URL, or an empty text."""
+def open_connection(address: str, worker_environment: Mapping[str, str]) -> Iterator[str]:
+    """Connects to a cluster that is there, and yields the dashboard's URL, or an empty text.
+
+    Raises:
+        ClusterError: None answers, or this process is connected already.
+    """
     if ray.is_initialized():
         raise ClusterError(
             "This process is already connected to Ray, and a run needs a connection of its own.",
@@ -281,6 +285,12 @@ def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
 def ship_by_value(module: ModuleType) -> None:
     """Has functions of a module sent to workers themselves rather than by name: workers need not have the module."""
     ray.cloudpickle.register_pickle_by_value(module)
+
+
+def pickled(function: Any) -> bytes:
+    """A function as it is sent to workers. Raises whatever pickling it raises."""
+    data: bytes = ray.cloudpickle.dumps(function)
+    return data
 
 
 def describe(state: FakeClusterState) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class StoreConfig(_Section):
         root: Folder for local state (the embedded store's data, the warm faked cluster).
         timeout_s: Time-out of one attempt of one storage operation.
         attempts: Attempts of one storage operation before it is an error.
+        allow_cross_region: Whether the bucket may be in another region than ``cluster.zone``.
+        min_free_gib: Free space that a store on this machine's disk must have, GiB.
     """
 
     uri: str
@@ -48,6 +50,8 @@ class StoreConfig(_Section):
     root: str = Field(default=".tpupipe", min_length=1)
     timeout_s: Seconds = 60.0
     attempts: int = Field(default=8, ge=1, le=20)
+    allow_cross_region: bool = False
+    min_free_gib: float = Field(default=1.0, ge=0, le=1_048_576)
 
     @field_validator("uri")
     @classmethod
@@ -78,6 +82,8 @@ class ClusterConfig(_Section):
         timeout_s: Time-out of the whole reservation, whatever the number of slices.
         cpus_per_host: Logical CPUs of a faked host. Fewer than 4 starve Ray Data's own tasks.
         gpus: Number of workers with one GPU each; for ``gpu``.
+        zone: Cloud zone of the nodes, ``us-central2-b``. Nothing is placed by it: it is what the bucket's region and
+            the offers of zones are compared with.
     """
 
     kind: Literal["fake", "tpu", "gpu"]
@@ -89,6 +95,7 @@ class ClusterConfig(_Section):
     timeout_s: Seconds = 600.0
     cpus_per_host: int = Field(default=8, ge=1, le=1024)
     gpus: int | None = Field(default=None, ge=1, le=65_536, validate_default=True)
+    zone: str | None = Field(default=None, pattern=r"^[a-z]+-[a-z]+\d+-[a-z0-9]+$")
 
     @field_validator("generation")
     @classmethod

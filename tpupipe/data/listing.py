@@ -59,9 +59,16 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _REMOTE_LIBRARIES:
             raise
-        denied = isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403)
-        kind = StoreDeniedError if denied else StoreError
-        raise kind(f"Could not {operation} the input {path}: {error}", operation=operation, uri=path) from error
+        # gcsfs makes a plain OSError of a 403, with this word in front.
+        forbidden = isinstance(error, OSError) and error.errno is None and str(error).startswith("Forbidden: ")
+        if forbidden or isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403):
+            raise StoreDeniedError(
+                f"Not permitted to {operation} the input {path}: {' '.join(str(error).split())}",
+                hint="Check the credentials, and their right to list and read it (roles/storage.objectViewer on a bucket).",
+                operation=operation,
+                uri=path,
+            ) from error
+        raise StoreError(f"Could not {operation} the input {path}: {error}", operation=operation, uri=path) from error
 
 
 def list_files(

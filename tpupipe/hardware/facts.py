@@ -156,6 +156,37 @@ def zones(generation: str) -> list[str]:
     return sorted(found)
 
 
+def zone_sources(generation: str) -> list[str]:
+    """Where :func:`zones` was read for a generation, with dates or versions."""
+    table = _json("tpu_zones.json")
+    return [
+        str(table[section]["source"]).partition(" ; ")[0]
+        for section in ("docs_north_america", "docs_europe", "api_listed_zones")
+        if any(key.split(" ")[0] == generation for key in table[section])
+    ]
+
+
+def zone_region(zone: str) -> str:
+    """The region that a zone is in.
+
+    >>> zone_region("us-central2-b"), zone_region("us-central1-ai1a")
+    ('us-central2', 'us-central1')
+    """
+    return zone.rpartition("-")[0]
+
+
+def gke_topologies(accelerator: str) -> str:
+    """The topologies that :func:`gke_chips_per_host` knows for an accelerator, for messages.
+
+    >>> gke_topologies("tpu-v5-lite-device")
+    '1x1, 2x2, 2x4'
+    """
+    table = _json("gke_topology_chips_per_host.json")
+    limits = [key.removeprefix("3D<=").replace("*", "x") for key in table[accelerator] if key.startswith("3D<=")]
+    named = [key for key in table[accelerator] if not key.startswith("3D<=")]
+    return ", ".join(named + [f"AxBxC up to {limit} ({table['rule_3d']})" for limit in limits])
+
+
 def gke_chips_per_host(accelerator: str, topology: str) -> tuple[int, ...] | None:
     """Look up which chips per host GKE offers for a topology.
 

@@ -1,1 +1,1 @@
-"""What can be known before a slice is paid for."""
+"""What is looked at before anything is reserved: pure judgements, and the little that they need to know."""

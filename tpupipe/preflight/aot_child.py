@@ -19,10 +19,10 @@ from tpupipe.config import Config, job_parameters
 from tpupipe.errors import JobError, TpupipeError
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.job import Infer, Job, Train
+from tpupipe.preflight.aot_topology import CompilerTopology, one_host, one_slice, whole_slice
 from tpupipe.preflight.hlo import read_cost
 from tpupipe.preflight.refusals import Reason, Refusal, read_refusal
 from tpupipe.preflight.shapes import InferShapes, JobShapes, NeedsClusterError
-from tpupipe.preflight.topology import CompilerTopology, one_host, one_slice, whole_slice
 from tpupipe.preflight.trace import find_operation, largest_values
 from tpupipe.programs.infer import abstract_feed, check_outputs, infer_mesh, lower_apply, row_multiple
 from tpupipe.programs.infer_batches import shapes_of

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """How a check ended. Only ``FAILURE`` makes ``tpupipe check`` fail."""
 
     OK = "ok"
     WARNING = "warning"
@@ -19,14 +19,14 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's answer.
+    """One thing that a check found.
 
     Args:
-        check: ``group.name``: ``topology.mesh``, ``store.create``, ``aot.lm``.
+        check: ``group.name``: ``store.create``, ``topology.mesh``, ``aot.lm``.
         status: How it ended.
         message: One sentence with the value.
-        hint: What to do about it.
-        facts: The numbers behind it, for ``--json``.
+        hint: What to do about it; for ``SKIPPED``, how to get it.
+        facts: The values behind the message, as JSON values, for ``--json``.
     """
 
     check: str
@@ -34,3 +34,18 @@ class Finding:
     message: str
     hint: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        """The part of ``check`` before the first dot."""
+        return self.check.partition(".")[0]
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """The status of all findings together; ``SKIPPED`` counts as ``OK``.
+
+    >>> worst([Finding("a.b", Status.OK, "fine"), Finding("a.c", Status.WARNING, "hm")]).value
+    'warning'
+    """
+    found = {finding.status for finding in findings}
+    return next((status for status in (Status.FAILURE, Status.WARNING) if status in found), Status.OK)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from tpupipe.errors import StageError
+from tpupipe.hardware.mesh import mesh_shape
 from tpupipe.job import Infer
 from tpupipe.programs.infer_batches import LENGTHS, MASK, Spec
-from tpupipe.programs.sharding import make_mesh, mesh_shape, named_sharding
+from tpupipe.programs.sharding import make_mesh, named_sharding
 from tpupipe.programs.turns import Turns
 from tpupipe.programs.user_code import user_code
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpupipe.errors import DataError, UserCodeError
+from tpupipe.hardware.mesh import check_batch, mesh_shape
 from tpupipe.job import Train
-from tpupipe.programs.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
+from tpupipe.programs.sharding import make_mesh, named_sharding, state_shardings
 from tpupipe.programs.user_code import user_code
 
 MASK = "mask"

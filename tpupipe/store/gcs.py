@@ -17,6 +17,7 @@ from typing import Any, TypeVar, final
 from urllib.parse import quote
 
 from tpupipe.errors import ObjectExistsError, ObjectNotFoundError, StoreError
+from tpupipe.store.bucket import FIELDS, BucketInfo, parse_bucket
 from tpupipe.store.connection import (
     Connection,
     PastTheEnd,
@@ -159,6 +160,19 @@ class GcsStore(Store):
             return super().checksum(name)
         known = self.info(name).crc32c
         return super().checksum(name) if known is None else known
+
+    def bucket(self) -> BucketInfo:
+        """See ``Store.bucket``."""
+
+        def attempt(limit: Attempt) -> BucketInfo:
+            path = f"/storage/v1/b/{self.root.bucket}"
+            resource = self._connection.json("GET", path, limit, params={"fields": FIELDS})
+            try:
+                return parse_bucket(self.root.bucket, resource)
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                raise AttemptError(Failure(StoreError, f"the store described the bucket as {resource!r}")) from error
+
+        return run(self.policy, "describe", f"gs://{self.root.bucket}", attempt, failure_of)[0]
 
     # -- parts ---------------------------------------------------------------------------------
 

@@ -22,6 +22,9 @@ _EVENTS = re.compile(r"(\d{6,})-(\d{6,})\.jsonl")
 ARRAYS = "arrays"
 """Folder of Orbax's files in a checkpoint's folder."""
 
+PROBES = ".preflight"
+"""Folder of the objects that ``tpupipe check`` writes and removes; the leading dot keeps it from being a job's."""
+
 COMMIT_NAME = "COMMIT.json"
 """Name of the commit record in a checkpoint's folder."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from tpupipe.errors import ObjectNotFoundError, UsageError
+from tpupipe.store.bucket import BucketInfo
 from tpupipe.store.retry import RetryPolicy
 from tpupipe.store.uri import StoreURI
 from tpupipe.store.wiring import Endpoint
@@ -162,6 +163,15 @@ class Store(abc.ABC):
         for start in range(0, size, _SLICE_BYTES):
             value = google_crc32c.extend(value, self.read(name, start, min(size, start + _SLICE_BYTES)))
         return value
+
+    def bucket(self) -> BucketInfo | None:
+        """What the bucket says of itself; ``None`` where there is none (``file://``).
+
+        Raises:
+            ObjectNotFoundError: There is no such bucket.
+            StoreDeniedError: Its objects may be readable, its description is not.
+        """
+        return None
 
     def uri(self, name: str = "") -> str:
         """Where the object or folder is, as Orbax, TensorStore and pyarrow take it: ``gs://…`` or an absolute path."""
