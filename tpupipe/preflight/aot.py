@@ -464,6 +464,8 @@ def remedy(program: Program) -> str:
         )
     if refusal.reason is Reason.UNSUPPORTED:
         return "Compute it on the host (in map), or write it with operations that the TPU has."
+    if refusal.reason is Reason.CRASH:
+        return "The compiler itself gave up; it may do so for the same program on the slice. Leave the operation out, or on the host."
     if refusal.reason is Reason.TIMEOUT:
         return "Scan over equal layers instead of unrolling them: the program gets shorter."
     return program.hint
