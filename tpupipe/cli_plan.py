@@ -201,7 +201,7 @@ def cells(row: Row) -> tuple[str, ...]:
         time_text(bound.step_s),
         bound.bound,
         "" if rate is None else f"{rate:,.0f}",
-        "no price" if usd is None else f"{usd:.4f}",
+        "no price" if usd is None else f"{usd:.3g}",
     )
 
 
@@ -247,8 +247,8 @@ def _work_line(work: object) -> str:
 
 def _estimate_line(each: StageEstimate) -> str:
     low, high = each.hours
-    usd = "no price" if each.usd is None else f"{each.usd[0]:.4f} to {each.usd[1]:.4f} USD"
+    usd = "no price" if each.usd is None else f"{each.usd[0]:.3g} to {each.usd[1]:.3g} USD"
     return (
-        f"run: {each.stage} on {each.target}, batch {each.batch}: {each.steps:,} steps, {low:.6f} to {high:.6f} slice-hours, "
+        f"run: {each.stage} on {each.target}, batch {each.batch}: {each.steps:,} steps, {low:.3g} to {high:.3g} slice-hours, "
         f"{usd} (from the roofline to {ASSUMED_EFFICIENCY:.0%} of it; without start, compilation and waiting)"
     )

@@ -43,7 +43,7 @@ from tpupipe.preflight.refusals import Allocation, Reason, Refusal, read_crash
 START_TIMEOUT_S = 300.0
 COMPILE_TIMEOUT_S = 900.0
 _STDERR_TAIL_BYTES = 65_536
-_CHILD_VARIABLES = {
+CHILD_VARIABLES = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks the metadata server what machine this is, and waits
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no chip is touched: a check beside a run, or beside a check, is fine
@@ -312,7 +312,7 @@ def _one_child(  # noqa: PLR0917 - one caller
                 stdout=log,
                 stderr=log,
                 pass_fds=(writing,),
-                env=child_variables(_CHILD_VARIABLES),
+                env=child_variables(CHILD_VARIABLES),
             )
         finally:
             os.close(writing)
@@ -464,6 +464,8 @@ def remedy(program: Program) -> str:
         )
     if refusal.reason is Reason.UNSUPPORTED:
         return "Compute it on the host (in map), or write it with operations that the TPU has."
+    if refusal.reason is Reason.CRASH:
+        return "The compiler itself gave up; it may do so for the same program on the slice. Leave the operation out, or on the host."
     if refusal.reason is Reason.TIMEOUT:
         return "Scan over equal layers instead of unrolling them: the program gets shorter."
     return program.hint

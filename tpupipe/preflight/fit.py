@@ -133,7 +133,11 @@ def remedies(layout: Layout, needed_bytes: int, available_bytes: int) -> list[st
     found = []
     if layout.train and layout.sharding == "replicated" and layout.ways > 1:
         split = layout.state_bytes // layout.ways + rest
-        verdict = "about fits" if split <= available_bytes else "does not fit alone"
+        verdict = (
+            "about fits"
+            if split <= available_bytes
+            else "fits only if gradients shrink with it; else take more devices"
+        )
         found.append(
             f'sharding="fsdp" splits the state of {size_text(layout.state_bytes)} over {layout.ways} devices: about '
             f"{size_text(split)} per device, which {verdict}"
@@ -167,10 +171,10 @@ def size_text(size_bytes: float) -> str:
 def time_text(seconds: float) -> str:
     """A time to read.
 
-    >>> time_text(0.0000046), time_text(0.0125), time_text(3)
-    ('4.6 us', '12.5 ms', '3.0 s')
+    >>> time_text(0.0000046), time_text(0.0125), time_text(3), time_text(2e-8)
+    ('4.6 us', '12.5 ms', '3.0 s', '20.0 ns')
     """
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.1f} {unit}"
-    return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e9:.1f} ns"

@@ -217,7 +217,7 @@ def young_daly_s(save_s: float, mtbf_s: float) -> float:
         UsageError: One of them is not positive.
 
     >>> round(young_daly_s(2, 86_400))
-    586
+    587
     """
     if not (save_s > 0 and mtbf_s > 0 and math.isfinite(save_s) and math.isfinite(mtbf_s)):
         raise UsageError(

@@ -77,7 +77,7 @@ def _plot(stage: str, rows: list[Row]) -> str:
         title=f"{stage}: by slice and batch",
     )
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper right")  # "best" takes long
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()

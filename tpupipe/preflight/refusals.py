@@ -19,6 +19,7 @@ _SHAPE = re.compile(r"Shape: (\S+)")
 _LABEL = re.compile(r"XLA label: (\S+)")
 _KIND = re.compile(r"Allocation type: (.+)")
 _FATAL = re.compile(r"^F\d{4} [\d:.]+\s+\d+ ([\w./-]+:\d+)\] (.*)$", re.MULTILINE)
+_HANDLER = re.compile(r"::(\w+)_handler::|\bHandle(?!CustomCall)([A-Z]\w+)\(")
 _PRIMITIVE = re.compile(r"primitive '([\w\-]+)'|Unsupported (?:primitive|op(?:eration)?)[: ]+'?([\w.\-]+)'?")
 _TARGET = re.compile(r"custom[- ]call(?: target)?[: ]+'?\"?([\w.$]+)", re.IGNORECASE)
 
@@ -128,11 +129,10 @@ def read_crash(signal_name: str, stderr: str) -> Refusal:
         signal_name: ``SIGABRT``.
         stderr: The end of its standard error.
     """
-    fatal = _FATAL.search(stderr)
+    fatal, handler = _FATAL.search(stderr), _HANDLER.search(stderr)
     said = f"{fatal[2].strip()} ({fatal[1]})" if fatal else "it said nothing"
-    return Refusal(
-        Reason.CRASH, f"The compiler's process ended with {signal_name}: {said}", operation=_operation(stderr)
-    )
+    operation = next(group for group in handler.groups() if group) if handler else _operation(stderr)
+    return Refusal(Reason.CRASH, f"The compiler's process ended with {signal_name}: {said}", operation=operation)
 
 
 def _operation(text: str) -> str:
