@@ -23,7 +23,8 @@ from tpupipe.cli_common import errors
 from tpupipe.config import config_hash
 from tpupipe.errors import CheckFailedError, UsageError
 from tpupipe.ledger.logs import set_up_logs
-from tpupipe.preflight.checks import iter_checks
+from tpupipe.preflight.aot import aot_findings
+from tpupipe.preflight.checks import guarded, iter_checks
 from tpupipe.preflight.context import CheckContext
 from tpupipe.preflight.findings import Finding, Status
 from tpupipe.preflight.importing import ImportReport, import_alone
@@ -164,14 +165,18 @@ def check(
 
 def _all_findings(context: CheckContext, options: CheckOptions) -> Iterator[Finding]:
     yield from iter_checks(context, options.groups, _say)
-    # ---- CALL SITE: ahead-of-time compilation (tpupipe/preflight/aot*.py) ---------------------------------------------
-    # yield from guarded("aot.job", lambda: aot_findings(context.module, context.config, …))
     if AOT in options.groups:
-        yield Finding("aot.job", Status.SKIPPED, "Ahead-of-time compilation is not part of this version.")
+        yield from guarded("aot.job", lambda: _aot(context))
     # ---- CALL SITE: bf16 parity (tpupipe/preflight/parity*.py) --------------------------------------------------------
     # yield from guarded("parity.job", lambda: parity_findings(context.job, context.config, …))
     if PARITY in options.groups:
         yield Finding("parity.job", Status.SKIPPED, "The parity check is not part of this version.")
+
+
+def _aot(context: CheckContext) -> list[Finding]:
+    if context.job is None:
+        return [Finding("aot.job", Status.SKIPPED, "The job's module could not be loaded.", "See job.import.")]
+    return aot_findings(context.module, context.config, input_options=context.input_options, say=_say)
 
 
 # -- what is printed ------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def check_before_anything(job: Job, config: Config, options: RunOptions) -> None
             check_batch(stage.batch_size, mesh_shape(stage.mesh, spec.devices), stage.batch_axes)
         elif isinstance(stage, Infer):
             sharded = stage.parallel == "sharded"
-            mesh_shape(stage.mesh, spec.devices // spec.slices if sharded else spec.devices_per_host)
+            mesh_shape(stage.mesh, spec.devices_per_slice if sharded else spec.devices_per_host)
 
 
 @dataclass

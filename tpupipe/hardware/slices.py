@@ -192,6 +192,11 @@ class SliceSpec:
         return self.chips_per_host * self.devices_per_chip
 
     @property
+    def devices_per_slice(self) -> int:
+        """JAX devices of one slice."""
+        return self.chips_per_slice * self.devices_per_chip
+
+    @property
     def devices(self) -> int:
         """JAX devices of all slices."""
         return self.chips * self.devices_per_chip

@@ -11,7 +11,7 @@ from typing import Any
 from tpupipe.config import Config
 from tpupipe.errors import TpupipeError
 from tpupipe.hardware.slices import SliceSpec
-from tpupipe.job import Job
+from tpupipe.job import Infer, Job, Train
 from tpupipe.preflight.cluster import ClusterFacts
 from tpupipe.preflight.importing import ImportReport
 from tpupipe.preflight.job_data import JobData
@@ -69,6 +69,14 @@ class CheckContext:
     def devices_per_host(self) -> int:
         """JAX devices of one process."""
         return self.slices.devices_per_host if self.slices else 1
+
+    def model_devices(self, stage: Train | Infer) -> int:
+        """JAX devices that hold the stage's model together, and that its mesh must cover."""
+        if isinstance(stage, Train):
+            return self.devices
+        if stage.parallel == "replica":
+            return self.devices_per_host
+        return self.slices.devices_per_slice if self.slices else self.devices
 
     @cached_property
     def probe(self) -> StoreProbe | None:

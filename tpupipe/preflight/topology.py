@@ -103,11 +103,13 @@ def _trainings(context: CheckContext) -> list[Train]:
 
 
 def mesh_findings(context: CheckContext) -> Iterator[Finding]:
-    """``topology.mesh``: the axes of each training stage multiply to the devices."""
+    """``topology.mesh``: the axes of each training and inference stage multiply to the devices that hold its model."""
     name = "topology.mesh"
-    for stage in _trainings(context):
+    stages = [stage for stage in context.job.stages if isinstance(stage, (Train, Infer))] if context.job else []
+    for stage in stages:
+        devices = context.model_devices(stage)
         try:
-            shape = mesh_shape(stage.mesh, context.devices)
+            shape = mesh_shape(stage.mesh, devices)
         except JobError as error:
             per_chip = f" ({context.slices.devices_per_chip} a chip)" if context.slices else ""
             yield Finding(
@@ -115,14 +117,14 @@ def mesh_findings(context: CheckContext) -> Iterator[Finding]:
                 Status.FAILURE,
                 f"{stage.name}: {error.message.rstrip('.')}{per_chip}.",
                 f"{error.hint} stages.{stage.name}.mesh changes it without changing the job.",
-                {"stage": stage.name, "mesh": dict(stage.mesh), "devices": context.devices},
+                {"stage": stage.name, "mesh": dict(stage.mesh), "devices": devices},
             )
             continue
         text = " x ".join(f"{axis} {size}" for axis, size in shape.items())
-        facts = {"stage": stage.name, "mesh": shape, "devices": context.devices}
-        yield Finding(name, Status.OK, f"{stage.name}: {text} covers {context.devices} devices.", facts=facts)
-    if not _trainings(context):
-        yield Finding(name, Status.SKIPPED, "The job has no Train stage.")
+        facts = {"stage": stage.name, "mesh": shape, "devices": devices}
+        yield Finding(name, Status.OK, f"{stage.name}: {text} covers {devices} devices.", facts=facts)
+    if not stages:
+        yield Finding(name, Status.SKIPPED, "The job has no Train and no Infer stage.")
 
 
 def batch_findings(context: CheckContext) -> Iterator[Finding]:
@@ -144,7 +146,9 @@ def batch_findings(context: CheckContext) -> Iterator[Finding]:
             message = f"{stage.name}: batch_size={stage.batch_size} gives {rows} rows to each of {ways} parts."
             yield Finding(name, Status.OK, message, facts={"stage": stage.name, "rows_per_part": rows})
         elif isinstance(stage, Infer) and stage.buckets is None:
-            yield _infer_batch(name, stage, context.devices_per_host)
+            shape = _shape(stage, context.model_devices(stage))
+            if shape is not None:  # topology.mesh tells of the others
+                yield _infer_batch(name, stage, math.prod(shape[axis] for axis in stage.batch_axes))
     if context.job and not any(
         isinstance(s, Train) or (isinstance(s, Infer) and not s.buckets) for s in context.job.stages
     ):
@@ -155,14 +159,12 @@ def _infer_batch(name: str, stage: Infer, devices: int) -> Finding:
     rounded = -(-stage.batch_rows // devices) * devices
     facts = {"stage": stage.name, "batch_rows": stage.batch_rows, "compiled_rows": rounded}
     if rounded == stage.batch_rows:
-        message = (
-            f"{stage.name}: batch_rows={rounded} gives {rounded // devices} rows to each of a host's {devices} devices."
-        )
+        message = f"{stage.name}: batch_rows={rounded} gives {rounded // devices} rows to each of {devices} parts."
         return Finding(name, Status.OK, message, facts=facts)
     return Finding(
         name,
         Status.WARNING,
-        f"{stage.name}: batch_rows={stage.batch_rows} does not divide over a host's {devices} devices; {rounded} rows are "
+        f"{stage.name}: batch_rows={stage.batch_rows} does not divide over {devices} devices; {rounded} rows are "
         "compiled, the rest is padding.",
         f"Use a multiple of {devices}.",
         facts,
@@ -183,7 +185,7 @@ def axes_findings(context: CheckContext) -> Iterator[Finding]:
         yield Finding(name, Status.SKIPPED, "The job has no Train stage.")
 
 
-def _shape(stage: Train, devices: int) -> dict[str, int] | None:
+def _shape(stage: Train | Infer, devices: int) -> dict[str, int] | None:
     try:
         return mesh_shape(stage.mesh, devices)
     except JobError:  # topology.mesh says so
@@ -191,7 +193,7 @@ def _shape(stage: Train, devices: int) -> dict[str, int] | None:
 
 
 def _devices_per_slice(spec: SliceSpec | None, context: CheckContext) -> int:
-    return spec.devices // spec.slices if spec else context.devices
+    return spec.devices_per_slice if spec else context.devices
 
 
 @dataclass(frozen=True, slots=True)
