@@ -7,6 +7,7 @@ driver, 130 interrupted.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -23,10 +24,13 @@ from tpupipe.cli_check import CHECK_EPILOG, check_command
 from tpupipe.cli_checkpoints import checkpoints_app
 from tpupipe.cli_common import console, errors
 from tpupipe.cli_drill import EPILOG, drill_command
+from tpupipe.cli_dry_run import EPILOG as DRY_RUN_EPILOG
+from tpupipe.cli_dry_run import dry_run_command
 from tpupipe.cli_plan import EPILOG as PLAN_EPILOG
 from tpupipe.cli_plan import plan_command
 from tpupipe.cli_ticks import AsOf, Backfill, EveryOption, Reprocess, TickOptions, print_backfill, run_backfill
 from tpupipe.config import Config, environment
+from tpupipe.dry_run.record import require_passed
 from tpupipe.errors import ClusterError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
 from tpupipe.faults.store_faults import StoreFaults
@@ -47,6 +51,7 @@ cluster_app = typer.Typer(help="Keep a faked slice warm on this machine.", no_ar
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoints_app, name="checkpoints")
 app.command("check", epilog=CHECK_EPILOG)(check_command)
+app.command("dry-run", epilog=DRY_RUN_EPILOG)(dry_run_command)
 app.command("drill", epilog=EPILOG)(drill_command)
 app.command("plan", epilog=PLAN_EPILOG)(plan_command)
 
@@ -73,6 +78,12 @@ AllowChange = Annotated[
 ]
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Take the run from the driver that holds it; its writes are refused then.")
+]
+AfterDryRun = Annotated[
+    bool,
+    typer.Option(
+        "--after-dry-run", help="Refuse unless the last `tpupipe dry-run` of this configuration and code passed."
+    ),
 ]
 
 _RUN_EPILOG = (
@@ -111,11 +122,15 @@ def run_command(
     backfill: Backfill = None,
     every: EveryOption = None,
     reprocess: Reprocess = False,
+    after_dry_run: AfterDryRun = False,
 ) -> None:
     """Run a job, or resume it, to the end."""
     with _run_errors(as_json):
         ticks = TickOptions(as_of, backfill, every, reprocess)
-        _run(load_build(job), config, overrides, name, as_json, faults, store_faults, allow_change, take_over, ticks)
+        build = load_build(job)
+        _run(
+            build, config, overrides, name, as_json, faults, store_faults, allow_change, take_over, ticks, after_dry_run
+        )
 
 
 def job_main(build: Build) -> None:
@@ -136,11 +151,24 @@ def job_main(build: Build) -> None:
         backfill: Backfill = None,
         every: EveryOption = None,
         reprocess: Reprocess = False,
+        after_dry_run: AfterDryRun = False,
     ) -> None:
         with _run_errors(as_json):
             refuse_early_jax("the job's module")
             ticks = TickOptions(as_of, backfill, every, reprocess)
-            _run(build, config, overrides, name, as_json, faults, store_faults, allow_change, take_over, ticks)
+            _run(
+                build,
+                config,
+                overrides,
+                name,
+                as_json,
+                faults,
+                store_faults,
+                allow_change,
+                take_over,
+                ticks,
+                after_dry_run,
+            )
 
     script()
 
@@ -156,12 +184,16 @@ def _run(
     allow_change: bool,
     take_over: bool,
     ticks: TickOptions,
+    after_dry_run: bool,
 ) -> None:
     options = ticks.of_one(
         RunOptions(name, parse_faults(faults or ()), allow_change, take_over, StoreFaults.parse(*(store_faults or ())))
     )
     job, config = resolve(build, config_files, overrides or ())
     _logs(config)
+    if after_dry_run:
+        passed = require_passed(job, config)
+        logging.getLogger("tpupipe").info("dry run %s of this configuration passed at %s", passed.run, passed.at)
     _ship_by_value(build)
     with redirect_stdout(sys.stderr):  # Ray prints warnings of the cluster's to stdout
         if ticks.backfill is None:

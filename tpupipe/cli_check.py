@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from tpupipe.checking import CheckReport, check_context
-from tpupipe.cli_common import errors
+from tpupipe.cli_common import errors, finding_lines
 from tpupipe.config import config_hash
 from tpupipe.errors import CheckFailedError, UsageError
 from tpupipe.ledger.logs import set_up_logs
@@ -37,8 +37,6 @@ CHECK_EPILOG = (
 
 AOT, PARITY = "aot", "parity"
 ALL_GROUPS = (*GROUPS, AOT, PARITY)
-
-_COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "red", Status.SKIPPED: "bright_black"}
 
 
 @dataclass(frozen=True)
@@ -187,10 +185,8 @@ def _say(text: str) -> None:
 
 
 def _print(finding: Finding, out: Any) -> None:
-    status = typer.style(f"{finding.status:<8}", fg=_COLOURS[finding.status])
-    typer.echo(f"{status} {finding.check:<17} {finding.message}", file=out)
-    if finding.hint and finding.status is not Status.OK:
-        typer.echo(f"{'':<8} {'':<17} hint: {finding.hint}", file=out)
+    for line in finding_lines(finding):
+        typer.echo(line, file=out)
 
 
 def _end(report: CheckReport, as_json: bool) -> None:

@@ -11,14 +11,25 @@ import typer
 from rich.console import Console
 
 from tpupipe.errors import TpupipeError
+from tpupipe.preflight.findings import Finding, Status
 
 LOG_WIDTH = 160
+_COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "red", Status.SKIPPED: "bright_black"}
 
 
 def console(*, stderr: bool = False) -> Console:
     """A console for text that is printed as it is; a log has no width of its own."""
     found = Console(stderr=stderr, markup=False, highlight=False)
     return found if found.is_terminal else Console(stderr=stderr, markup=False, highlight=False, width=LOG_WIDTH)
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """What a check found, for people."""
+    status = typer.style(f"{finding.status:<8}", fg=_COLOURS[finding.status])
+    lines = [f"{status} {finding.check:<17} {finding.message}"]
+    if finding.hint and finding.status is not Status.OK:
+        lines.append(f"{'':<8} {'':<17} hint: {finding.hint}")
+    return lines
 
 
 @contextmanager

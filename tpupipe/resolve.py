@@ -151,6 +151,15 @@ def resolve(build: Build, paths: Sequence[Path | str], overrides: Sequence[str] 
     return configured(call_build(build, parameters), config), config
 
 
+def rebuilt(build: Build, config: Config) -> Job:
+    """The job of another configuration that is loaded already.
+
+    Raises:
+        ConfigError, JobError: It does not fit the job.
+    """
+    return configured(call_build(build, job_parameters(config, parameter_model(build))), config)
+
+
 def call_build(build: Build, parameters: BaseModel | None) -> Job:
     """Calls ``build``.
 

@@ -94,6 +94,18 @@ class _Places:
         return [*self.held(stage, step, rank), f"{action}@train.step={step},rank={rank},stage={stage.name}{more}"]
 
 
+def one_kill(facts: JobFacts) -> tuple[str, ...]:
+    """One worker killed: in training with a checkpoint to go back to, else in the first stage of units.
+
+    Returns:
+        Faults; none for a job that no failure can be placed in.
+    """
+    at = _Places(facts)
+    if at.training is not None:
+        return tuple(at.step("kill-worker", at.training, at.training.middle, at.last_rank))
+    return tuple(at.units("kill-worker@unit.before_commit{at}"))[:1]
+
+
 # -- the catalogue --------------------------------------------------------------------------------
 
 

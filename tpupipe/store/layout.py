@@ -25,6 +25,7 @@ ARRAYS = "arrays"
 PROBES = ".preflight"
 """Folder of the objects that ``tpupipe check`` writes and removes; the leading dot keeps it from being a job's."""
 
+DRY_RUN_NAME = "dry_run.json"
 COMMIT_NAME = "COMMIT.json"
 """Name of the commit record in a checkpoint's folder."""
 
@@ -80,6 +81,11 @@ class RunPaths:
     def result(self) -> str:
         """``result.json``: how the run ended."""
         return f"{self.root}/result.json"
+
+    @property
+    def dry_run(self) -> str:
+        """``dry_run.json``: the verdict, where the run was a dry run."""
+        return f"{self.root}/{DRY_RUN_NAME}"
 
     def change(self, number: int) -> str:
         """Record ``number`` of an allowed change of identity."""
