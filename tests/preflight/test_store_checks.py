@@ -37,8 +37,9 @@ def test_a_store_that_works_passes_and_is_left_as_it_was(context, store: Store):
     assert [info.name for info in store.list()] == ["mine"]
 
 
-def test_a_bucket_that_does_not_exist_is_not_a_forbidden_one(context, endpoint):
+def test_a_bucket_that_does_not_exist_is_not_a_forbidden_one(context, endpoint, caplog):
     """The real server's 404: absence, with the command that makes it, and no talk of permissions."""
+    logging.getLogger("tpupipe").propagate = True
     store = open_store(f"gs://absent-{uuid.uuid4().hex[:8]}/x", endpoint=endpoint, make_root=False)
     judged = found(context, store)
     assert judged["create"].status is Status.FAILURE
@@ -46,6 +47,7 @@ def test_a_bucket_that_does_not_exist_is_not_a_forbidden_one(context, endpoint):
     assert "gcloud storage buckets create" in judged["create"].hint
     assert judged["list"].facts["error_kind"] == "ObjectNotFoundError"
     assert judged["read"].status is Status.SKIPPED
+    assert "left in" not in caplog.text  # nothing was made, so nothing is looked for
 
 
 def test_no_credentials_is_not_a_missing_permission(context, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tpupipe.config import StoreConfig
-from tpupipe.errors import StoreError
+from tpupipe.errors import ObjectNotFoundError, StoreDeniedError, StoreError
 from tpupipe.store.layout import PROBES
 from tpupipe.store.objects import ObjectInfo, Store
 
@@ -46,7 +46,11 @@ class StoreProbe:
     def create(self) -> float:
         """Creates the small object; seconds that it took."""
         self._left = True  # also an attempt whose answer was lost may have made it
-        self.created, seconds = timed(lambda: self.store.create(self.small, SMALL))
+        try:
+            self.created, seconds = timed(lambda: self.store.create(self.small, SMALL))
+        except (StoreDeniedError, ObjectNotFoundError):  # refused for good: nothing was made
+            self._left = False
+            raise
         return seconds
 
     def throughput(self, size: int) -> tuple[float, float]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from tpupipe.errors import JobError
 from tpupipe.hardware.facts import gke_chips_per_host, gke_topologies
 from tpupipe.hardware.mesh import check_batch, mesh_shape
-from tpupipe.hardware.slices import SliceSpec
 from tpupipe.job import Infer, Train
 from tpupipe.preflight.context import CheckContext
 from tpupipe.preflight.findings import Finding, Status
@@ -174,12 +173,15 @@ def _infer_batch(name: str, stage: Infer, devices: int) -> Finding:
 def axes_findings(context: CheckContext) -> Iterator[Finding]:
     """``topology.axes``: each axis rides on the links it needs; a host's rows are one block."""
     name, spec = "topology.axes", context.slices
+    if spec is None:
+        yield Finding(name, Status.SKIPPED, "cluster.kind is gpu: which GPUs are linked is not known.")
+        return
     for stage in _trainings(context):
         shape = _shape(stage, context.devices)
         if shape is None:
             yield Finding(name, Status.SKIPPED, f"{stage.name}: its mesh does not fit.", "See topology.mesh.")
             continue
-        layout = Layout(shape, tuple(stage.batch_axes), context.devices_per_host, _devices_per_slice(spec, context))
+        layout = Layout(shape, tuple(stage.batch_axes), context.devices_per_host, spec.devices // spec.slices)
         yield from layout_findings(stage.name, layout, fsdp=stage.sharding == "fsdp")
     if not _trainings(context):
         yield Finding(name, Status.SKIPPED, "The job has no Train stage.")
@@ -190,10 +192,6 @@ def _shape(stage: Train | Infer, devices: int) -> dict[str, int] | None:
         return mesh_shape(stage.mesh, devices)
     except JobError:  # topology.mesh says so
         return None
-
-
-def _devices_per_slice(spec: SliceSpec | None, context: CheckContext) -> int:
-    return spec.devices_per_slice if spec else context.devices
 
 
 @dataclass(frozen=True, slots=True)
