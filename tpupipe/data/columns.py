@@ -67,6 +67,13 @@ def to_numpy(table: pa.Table) -> dict[str, NDArray[Any]]:
     return batch
 
 
+def is_numeric(values: NDArray[Any]) -> bool:
+    """Whether a model can be fed a column: numbers, booleans, or arrays of them."""
+    if values.dtype == object:
+        return all(isinstance(row, (np.ndarray, list)) for row in values)
+    return values.dtype.kind in "biufc" or "float" in values.dtype.name
+
+
 # -- to Arrow -------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tpupipe.data.buckets import Buckets, row_lengths
-from tpupipe.data.columns import as_array, to_numpy
+from tpupipe.data.columns import as_array, is_numeric, to_numpy
 from tpupipe.data.windows import Window
 from tpupipe.errors import BadRowError, DataError, TpupipeError, UserCodeError
 from tpupipe.job import Infer, Quarantine
@@ -219,13 +219,6 @@ class UnitMapper:
 
     def _refused(self, bad: BadRow, more: str, *, hint: str = "") -> BadRowError:
         return refused(self._stage.name, self._unit, bad, more, hint=hint, over_limit=len(self.bad) >= self._limit > 0)
-
-
-def is_numeric(values: NDArray[Any]) -> bool:
-    """Whether a model can be fed a column: numbers, booleans, or arrays of them."""
-    if values.dtype == object:
-        return all(isinstance(row, (np.ndarray, list)) for row in values)
-    return values.dtype.kind in "biufc" or "float" in values.dtype.name
 
 
 # -- the job's map --------------------------------------------------------------------------
