@@ -18,9 +18,8 @@ from tpupipe.preflight.parity_measure import (
     LevelReport,
     Measured,
     StageReport,
+    TrainingComparison,
     inference_level,
-    training_growth,
-    training_level,
 )
 from tpupipe.preflight.parity_precision import Level
 
@@ -43,7 +42,7 @@ def parity_findings(
         config: The configuration.
         options: How much is computed and what may differ; by default the configuration's ``parity`` section.
         input_options: fsspec's options for opening inputs.
-        levels: The first is judged; the others are in the facts.
+        levels: The first is judged, and compared operation by operation; of the others the results are in the facts.
 
     Returns:
         ``parity.<stage>`` of each, in order. A stage that cannot be compared is a failure that says why, but for one whose rows only
@@ -77,7 +76,9 @@ def _finding(stage: Train | Infer, inputs: Inputs, options: ParityConfig, levels
     try:
         report = (_train_report if isinstance(stage, Train) else _infer_report)(stage, inputs, options, levels)  # type: ignore[operator]
     except NeedsRayError as error:
-        return Finding(check, Status.SKIPPED, error.message, hint="Parity is checked for stages whose rows a map= makes.")
+        return Finding(
+            check, Status.SKIPPED, error.message, hint="Parity is checked for stages whose rows a map= makes."
+        )
     except TpupipeError as error:
         return Finding(check, Status.FAILURE, f"Not compared: {error.message}", hint=error.hint)
     return judge(report, options)
@@ -90,8 +91,10 @@ def _train_report(stage: Train, inputs: Inputs, options: ParityConfig, levels: S
     rows = min(options.rows, stage.batch_size)
     batches = training_batches(stage, inputs, rows=rows, count=max(options.steps, options.batches))
     state = _initial(stage)
-    reports = tuple(training_level(stage, state, batches[: options.batches], level) for level in levels)
-    growth, drift = training_growth(stage, state, batches[: options.steps], levels[0])
+    first = TrainingComparison(stage, state, batches, levels[0])
+    others = (TrainingComparison(stage, state, batches, level, measures=False) for level in levels[1:])
+    reports = (first.single_steps(options.batches), *(other.single_steps(options.batches) for other in others))
+    growth, drift = first.trainings(options.steps)
     notes = (f"batches of {rows} rows, the run's have {stage.batch_size}",) if rows < stage.batch_size else ()
     return StageReport(stage.name, reports, growth, drift, notes)
 
@@ -99,7 +102,10 @@ def _train_report(stage: Train, inputs: Inputs, options: ParityConfig, levels: S
 def _infer_report(stage: Infer, inputs: Inputs, options: ParityConfig, levels: Sequence[Level]) -> StageReport:
     batches = inference_batches(stage, inputs, rows=options.rows, count=options.batches)
     params, note = _params(stage, inputs)
-    reports = tuple(inference_level(stage.name, stage.apply, params, batches, level) for level in levels)
+    reports = tuple(
+        inference_level(stage.name, stage.apply, params, batches, level, measures=level is levels[0])
+        for level in levels
+    )
     return StageReport(stage.name, reports, notes=note)
 
 
@@ -146,7 +152,10 @@ def judge(report: StageReport, allowed: ParityConfig) -> Finding:
     bad = [m for m in products if m.local > allowed.product]
     first = first_beyond(default.measured, allowed)
     problems = [
-        *(f"{_told(m)} loses {_percent(m.local)} of its result by itself (|a||b| is {m.condition:.3g} times it)" for m in bad[:SHOWN]),
+        *(
+            f"{_told(m)} loses {_percent(m.local)} of its result by itself (|a||b| is {m.condition:.3g} times it)"
+            for m in bad[:SHOWN]
+        ),
         *_result_problems(report, default, allowed),
     ]
     status, message = Status.OK, _summary(report, default)

@@ -120,49 +120,57 @@ class StageReport:
 # -- training -------------------------------------------------------------------------------
 
 
-def training_level(stage: Train, state: Any, batches: Sequence[Columns], level: Level) -> LevelReport:
-    """Compares single steps from the same state; the state goes on with the reference.
+class TrainingComparison:
+    """A training stage's step, traced and compiled once for a reference and a precision.
 
     Args:
         stage: The declaration.
         state: The state to begin from.
         batches: See :func:`tpupipe.preflight.parity_data.training_batches`.
         level: The precision to compare.
+        measures: Whether operations are compared one by one, which takes the compiler two to three times as long.
 
     Raises:
         UserCodeError: ``step`` raised, or does not give a state like the one it got and metrics.
         CheckFailedError: It has an operation that cannot be computed as a TPU does.
     """
-    compared = _Compared(stage.step, "step", stage.name, (state, batches[0]), level)
-    _check_step(stage, state, compared.shapes)
-    metrics: list[tuple[dict[str, Any], ...]] = []
-    cosines = []
-    for batch in batches:
-        (after, told), (other, other_told) = compared(state, batch)
-        metrics.append((told, other_told))
-        before = _vector(stage.params(state))
-        cosines.append(_cosine(_vector(stage.params(after)) - before, _vector(stage.params(other)) - before))
-        state = after
-    known = [cosine for cosine in cosines if cosine is not None]
-    return LevelReport(level, compared.measured(), metric_differences(metrics), min(known, default=None))
 
+    def __init__(
+        self, stage: Train, state: Any, batches: Sequence[Columns], level: Level, *, measures: bool = True
+    ) -> None:
+        self._stage, self._state, self._batches, self._level = stage, state, batches, level
+        self._compared = Comparison(stage.step, "step", stage.name, (state, batches[0]), level, measures=measures)
+        _check_step(stage, state, self._compared.shapes)
 
-def training_growth(stage: Train, state: Any, batches: Sequence[Columns], level: Level) -> tuple[Growth, tuple[Difference, ...]]:
-    """Trains twice from the same state, each time going on with its own, and follows how far apart they are.
+    def single_steps(self, count: int) -> LevelReport:
+        """Compares steps from the same state, ``count`` of them; the state goes on with the reference."""
+        metrics: list[tuple[Mapping[str, Any], ...]] = []
+        cosines = []
+        state, params = self._state, self._stage.params
+        for batch in self._batches[:count]:
+            (after, told), (other, other_told) = self._compared(state, batch)
+            metrics.append((told, other_told))
+            before = _vector(params(state))
+            cosines.append(_cosine(_vector(params(after)) - before, _vector(params(other)) - before))
+            state = after
+        known = [cosine for cosine in cosines if cosine is not None]
+        return LevelReport(
+            self._level, self._compared.measured(), metric_differences(metrics), min(known, default=None)
+        )
 
-    Raises: As :func:`training_level`.
-    """
-    together = _Compared(stage.step, "step", stage.name, (state, batches[0]), level, measures=False)
-    start = _vector(stage.params(state))
-    states = (state, state)
-    series, metrics = [], []
-    for batch in batches:
-        (first, told), (second, other_told) = together.each(states, batch)
-        states = (first, second)
-        metrics.append((told, other_told))
-        ours, theirs = _vector(stage.params(first)), _vector(stage.params(second))
-        series.append(_over(np.linalg.norm(theirs - ours), np.linalg.norm(ours - start)))
-    return fitted_growth(series), metric_differences(metrics)
+    def trainings(self, steps: int) -> tuple[Growth, tuple[Difference, ...]]:
+        """Trains twice from the same state, each time going on with its own, and follows how far apart they are."""
+        params, states = self._stage.params, (self._state, self._state)
+        start = _vector(params(self._state))
+        series: list[float] = []
+        metrics: list[tuple[Mapping[str, Any], ...]] = []
+        for batch in self._batches[:steps]:
+            (first, told), (second, other_told) = self._compared.each(states, batch)
+            states = (first, second)
+            metrics.append((told, other_told))
+            ours, theirs = _vector(params(first)), _vector(params(second))
+            series.append(_over(np.linalg.norm(theirs - ours), np.linalg.norm(ours - start)))
+        return fitted_growth(series), metric_differences(metrics)
 
 
 def _check_step(stage: Train, state: Any, shapes: Any) -> None:
@@ -212,19 +220,34 @@ def metric_differences(metrics: Sequence[tuple[Mapping[str, Any], ...]]) -> tupl
 
 
 def inference_level(
-    stage: str, apply: Callable[[Any, Any], Any], params: Any, batches: Sequence[Columns], level: Level
+    stage: str,
+    apply: Callable[[Any, Any], Any],
+    params: Any,
+    batches: Sequence[Columns],
+    level: Level,
+    *,
+    measures: bool = True,
 ) -> LevelReport:
     """Compares the outputs of some batches.
 
-    Raises: As :func:`training_level`.
+    Args:
+        stage: Name of the stage.
+        apply: Its function.
+        params: Its parameters.
+        batches: See :func:`tpupipe.preflight.parity_data.inference_batches`.
+        level: The precision to compare.
+        measures: Whether operations are compared one by one.
+
+    Raises:
+        UserCodeError: ``apply`` raised, or does not give a mapping.
+        CheckFailedError: It has an operation that cannot be computed as a TPU does.
     """
     found: dict[str, Difference] = {}
-    measured: list[tuple[Measured, ...]] = []
-    programs: dict[Any, _Compared] = {}  # one per shape
+    programs: dict[Any, Comparison] = {}  # one per shape
     for batch in batches:
         key = tuple(sorted((name, values.shape) for name, values in batch.items()))
         if key not in programs:
-            programs[key] = _Compared(apply, "apply", stage, (params, batch), level)
+            programs[key] = Comparison(apply, "apply", stage, (params, batch), level, measures=measures)
         ours, theirs = programs[key](params, batch)
         if not isinstance(ours, Mapping):
             raise UserCodeError(
@@ -258,8 +281,21 @@ def output_difference(name: str, ours: NDArray[Any], theirs: NDArray[Any], real:
 # -- two lanes of one function ---------------------------------------------------------------
 
 
-class _Compared:
-    """A function of two arguments, traced once and compiled for a reference lane and one of a level."""
+class Comparison:
+    """A function of two arguments, traced once and compiled for a reference lane and one of a level.
+
+    Args:
+        function: The job's function.
+        name: Its name, for messages.
+        stage: Its stage's name.
+        example: Arguments like the ones it will be called with.
+        level: Precision of the second lane.
+        measures: Whether operations are measured.
+
+    Raises:
+        UserCodeError: It raised when it was traced.
+        CheckFailedError: It has an operation that cannot be computed as a TPU does.
+    """
 
     def __init__(
         self,
@@ -277,6 +313,8 @@ class _Compared:
         with job_code(name, stage):
             self._closed, self.shapes = jax.make_jaxpr(function, return_shape=True)(*example)
         self._operations = operations(self._closed.jaxpr, level)
+        if not measures:
+            self._operations = []
         self._tree = jax.tree.structure(self.shapes)
         self._most: NDArray[np.float32] | None = None
         evaluator = Evaluator((REFERENCE, level), measures=measures)
@@ -289,24 +327,21 @@ class _Compared:
 
     def __call__(self, first: Any, second: Any) -> tuple[Any, Any]:
         """Results of both lanes from the same arguments; what was measured is kept."""
-        import jax
-
-        return self._results([(value,) * 2 for value in jax.tree.leaves(first)], second)
+        (ours, theirs), rows = self._results((first, first), second)
+        self._most = rows if self._most is None else np.fmax(self._most, rows)
+        return ours, theirs
 
     def each(self, first: tuple[Any, Any], second: Any) -> tuple[Any, Any]:
         """Results of both lanes, each from a first argument of its own."""
+        return self._results(first, second)[0]
+
+    def _results(self, first: tuple[Any, Any], second: Any) -> tuple[tuple[Any, Any], NDArray[np.float32]]:
         import jax
 
-        return self._results(list(zip(*map(jax.tree.leaves, first), strict=True)), second)
-
-    def _results(self, lanes: Any, second: Any) -> tuple[Any, Any]:
-        import jax
-
+        lanes = list(zip(*map(jax.tree.leaves, first), strict=True))
         results, rows = self._run(lanes, jax.tree.leaves(second))
-        rows = np.asarray(rows)
-        self._most = rows if self._most is None else np.fmax(self._most, rows)
         ours, theirs = (jax.tree.unflatten(self._tree, [lanes[i] for lanes in results]) for i in (0, 1))
-        return ours, theirs
+        return (ours, theirs), np.asarray(rows)
 
     def measured(self) -> tuple[Measured, ...]:
         """The operations, with the most of what was measured over all calls. What is not a number counts as infinite."""

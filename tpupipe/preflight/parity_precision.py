@@ -118,6 +118,8 @@ def multiply(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any],
     pairs = [(i, j) for i, j in itertools.product(range(len(left)), range(len(right))) if i + j <= most]
     total: Any = 0.0
     for i, j in sorted(pairs, key=sum, reverse=True):  # the small ones first, as XLA adds them
+        if i == j == 0 and len(pairs) > 1:
+            total = jnp.where(jnp.isnan(total), 0.0, total)  # infinity times a rest of zero
         total = primitive.bind(left[i], right[j], *rest, **exact) + total
     return total.astype(dtype)
 

@@ -7,7 +7,7 @@ an operation that holds a program of its own and is not known here is an error t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,15 @@ _CALLS = {
     "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    }
-_CONTROL = ("scan", "while", "cond", "shard_map", "custom_linear_solve")
+}
+# Programs that are evaluated in a way of their own, in the order of evaluation.
+_CONTROL: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
+    "scan": lambda params: [_open(params["jaxpr"])],
+    "shard_map": lambda params: [_open(params["jaxpr"])],
+    "while": lambda params: [params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr],
+    "cond": lambda params: [branch.jaxpr for branch in params["branches"]],
+    "custom_linear_solve": lambda params: [_open(params["jaxprs"].solve)],
+}
 # What these hold combines two scalars; without products in it, it stays as it is.
 _COMBINERS = (
     "scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max", "reduce",
@@ -55,7 +62,9 @@ _AMPLIFY = frozenset({
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of which is measured, over all its executions, the most of each of
+    """An operation that is measured.
+
+    Of all its executions the most is kept of each of
 
     - ``LOCAL`` (products): the error of its own, relative in the Euclidean norm: computed from the first lane's operands,
     - ``CONDITION`` (products): the norm of the product of absolute values over that of the result, 1 without cancellation,
@@ -131,22 +140,14 @@ def _inner(eqn: Any, where: str) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         return [_open(params[_CALLS[name]])]
-    if name in ("scan", "shard_map"):
-        return [_open(params["jaxpr"])]
-    if name == "while":
-        return [params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr]
-    if name == "cond":
-        return [branch.jaxpr for branch in params["branches"]]
-    if name == "custom_linear_solve":
-        return [_open(params["jaxprs"].solve)]
+    if name in _CONTROL:
+        return _CONTROL[name](params)
     held = list(jaxprs_in_params(params))
-    if not held:
-        return []
-    if name not in _COMBINERS:
+    if held and name not in _COMBINERS:
         raise CheckFailedError(
             f"Operation {name!r} at {where or 'an unknown place'} holds a program of its own, and it is not known how to compute "
             f"its products as a TPU does; known: {', '.join(sorted({*_CALLS, *_CONTROL, *_COMBINERS}))}.",
-            hint="Leave it out with a plain JAX version of the function for the check, or check without parity.",
+            hint="Put a plain JAX version of the function in its place for the check, or check without parity.",
             primitive=name,
         )
     for jaxpr in held:
@@ -406,7 +407,7 @@ class Evaluator:
                 def run(packed: Any) -> Any:
                     taken = branches[number]
                     inputs = [(lanes[at],) for lanes in pack.unpacked(packed)]
-                    results, _ = alone._run(taken.jaxpr, [(c,) for c in taken.consts], inputs)  # noqa: SLF001 - its own kind
+                    results, _ = alone._run(taken.jaxpr, [(c,) for c in taken.consts], inputs)
                     return [value for (value,) in results]
 
                 return run
@@ -422,9 +423,7 @@ class Evaluator:
             results, rows = jax.lax.switch(index[0], every, pack.packed)
             return list(results), self._with_parting(rows, jnp.bool_(False))
         parted = index[0] != index[1]
-        results, rows = jax.lax.cond(
-            parted, apart, lambda packed: jax.lax.switch(index[0], every, packed), pack.packed
-        )
+        results, rows = jax.lax.cond(parted, apart, lambda packed: jax.lax.switch(index[0], every, packed), pack.packed)
         return list(results), self._with_parting(rows, self._parted(index))
 
     def _parted(self, choices: Lanes) -> Any:
