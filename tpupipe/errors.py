@@ -169,6 +169,10 @@ class UserCodeError(StageError):
     """The job's own function raised. The original traceback is in the message."""
 
 
+class RecompileError(StageError):
+    """A function would be compiled anew after its first step. ``data``: ``stage``, ``function``, ``changes`` (one text each)."""
+
+
 class BudgetExceededError(StageError):
     """A failure budget is used up. ``data``: ``kind``, ``failures``, ``allowed``."""
 

@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from tpupipe.data.stream import Stream, add_digests, digest
 from tpupipe.errors import DataError
 from tpupipe.ledger.events import event
 from tpupipe.stages.coordinator import CoordinatorHandle, Decision
+from tpupipe.stages.recompile import Guarded, Recompile, changes, guarded_jit, recompile_error, signature_of
 from tpupipe.stages.sharding import RowRange, global_array, row_range
 
 PREFETCH_BATCHES = 3
@@ -64,6 +65,7 @@ class StageContext:
         coordinator: Where to confer and report.
         start: The checkpoint to begin from, if any.
         preemption: ``() -> (preempted, notice_s)``; asked by all processes at the same steps.
+        recompile: What becomes of batches, and of arguments of functions from :meth:`jit`, of another kind than the first.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class StageContext:
         coordinator: CoordinatorHandle,
         start: Restorable | None,
         preemption: Callable[[], tuple[bool, float | None]],
+        recompile: Recompile = "forbid",
     ) -> None:
         import jax
 
@@ -94,6 +97,7 @@ class StageContext:
         self._coordinator = coordinator
         self._start = start
         self._preemption = preemption
+        self._recompile: Recompile = recompile
         self._rows: RowRange = row_range(sharding, batch_size)
         self._reader = ChunkReader(target.store, target.paths, manifest)
         self._columns = _checked_columns(manifest)
@@ -200,6 +204,27 @@ class StageContext:
         """Hands events of this process to the driver."""
         self._coordinator.report(*({"rank": self.rank, **record} for record in records))
 
+    # -- compiling -----------------------------------------------------------------------------
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Guarded:
+        """``jax.jit`` for a loop of one's own, guarded: a compilation after the first is an error that names what changed.
+
+        Args:
+            function: Called with positional arguments.
+            **options: Of ``jax.jit``; ``static_argnames`` are compared by value.
+
+        Raises:
+            RecompileError: (when called) Arguments are of another shape, dtype, sharding or static value than at first, and
+                ``recompile`` is ``"forbid"``. With ``"warn"`` that is told and compiled for.
+        """
+        return guarded_jit(
+            function, self._target.stage, recompile=self._recompile, on_recompile=self.recompiled, **options
+        )
+
+    def recompiled(self, changes: Sequence[str]) -> None:
+        """Tells of a compilation after the first, and why."""
+        self.report(event("recompiled", changes=list(changes)))
+
     # -- feeding -------------------------------------------------------------------------------
 
     def abstract_batch(self) -> dict[str, Any]:
@@ -241,10 +266,16 @@ class StageContext:
             except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
                 put(error)
 
+        expected = signature_of(self.abstract_batch(), weak_types=False)
+
         def take() -> Iterator[FedBatch]:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
+                if self._recompile == "forbid":  # else the function that it is given to tells of it
+                    found = signature_of(item.arrays, weak_types=False)
+                    if found != expected and (different := changes("batch", expected, found)):
+                        raise recompile_error(self._target.stage, f"step {item.step}", different)
                 yield item
 
         thread = threading.Thread(target=produce, name="batches", daemon=True)

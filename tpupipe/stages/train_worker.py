@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from tpupipe.stages.compiled import Compiled, compiled, use_compile_cache
 from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
+from tpupipe.stages.recompile import Guarded, changes, recompile_error, signature_of
 from tpupipe.stages.sharding import check_batch, make_mesh, mesh_shape, named_sharding, state_shardings
 from tpupipe.stages.stall import START_TIMEOUT_S, Phase, Watchdog
 from tpupipe.stages.units import require_rows
@@ -168,6 +169,7 @@ def _train(plan: TrainPlan, watchdog: Watchdog) -> None:
         coordinator=plan.coordinator,
         start=plan.start,
         preemption=_preemption,
+        recompile=stage.recompile,
     )
     context.tell(event("starting", seconds=time.time() - plan.started_s))
     with context.batches() as batches:
@@ -177,7 +179,7 @@ def _train(plan: TrainPlan, watchdog: Watchdog) -> None:
 
 
 def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchdog) -> tuple[Any, Any]:
-    """The state to begin from and the compiled step. The one is read while the other is compiled."""
+    """The state to begin from and the compiled, guarded step. The one is read while the other is compiled."""
     import jax
 
     stage = plan.stage
@@ -201,7 +203,29 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
     context.report(
         event("compiling", seconds=time.monotonic() - stated, init_seconds=stated - began, from_cache=step.from_cache)
     )
-    return state, step.call
+    return state, _guarded(plan, context, abstract, step, named_sharding(mesh))
+
+
+def _guarded(plan: TrainPlan, context: StageContext, abstract: Any, step: Compiled, replicated: Any) -> Guarded:
+    import jax
+
+    def program(arguments: Sequence[Any]) -> Any:
+        state, batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tuple(arguments)
+        )
+        return _compile(plan, state, batch, replicated).call
+
+    guarded = Guarded(
+        "step",
+        plan.stage.name,
+        ("state", "batch"),
+        program,
+        recompile=plan.stage.recompile,
+        on_recompile=context.recompiled,
+        weak_types=False,
+    )
+    guarded.expect((abstract, context.abstract_batch()), step.call)
+    return guarded
 
 
 def _abstract_state(stage: Train, key: Any, mesh: Any) -> Any:
@@ -236,6 +260,7 @@ def _lower(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: An
             "of scalars.",
             stage=stage.name,
         )
+    _check_state(stage, abstract, out[0])
     vectors = [name for name, value in out[1].items() if value.shape != ()]
     if vectors:
         raise UserCodeError(
@@ -245,6 +270,23 @@ def _lower(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated: An
         )
     jitted = jax.jit(stage.step, donate_argnums=0, out_shardings=(_shardings(abstract), replicated))
     return jitted.lower(abstract, batch)
+
+
+def _check_state(stage: Train, before: Any, after: Any) -> None:
+    """Refuses, before anything is compiled, a step that gives another state than it got: the next one would be compiled anew.
+
+    Raises:
+        RecompileError: It does; each leaf that changes is named.
+    """
+    plain = [signature_of(_without_placement(state), weak_types=False) for state in (before, after)]
+    if stage.recompile == "forbid" and (found := changes("state", *plain)):
+        raise recompile_error(stage.name, "step", found)
+
+
+def _without_placement(state: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
 
 def _loop(  # noqa: PLR0917 - one caller
