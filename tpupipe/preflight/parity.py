@@ -74,7 +74,10 @@ def _use_the_cpu() -> None:
 def _finding(stage: Train | Infer, inputs: Inputs, options: ParityConfig, levels: Sequence[Level]) -> Finding:
     check = f"parity.{stage.name}"
     try:
-        report = (_train_report if isinstance(stage, Train) else _infer_report)(stage, inputs, options, levels)  # type: ignore[operator]
+        if isinstance(stage, Train):
+            report = _train_report(stage, inputs, options, levels)
+        else:
+            report = _infer_report(stage, inputs, options, levels)
     except NeedsRayError as error:
         return Finding(
             check, Status.SKIPPED, error.message, hint="Parity is checked for stages whose rows a map= makes."

@@ -177,7 +177,8 @@ def _check_step(stage: Train, state: Any, shapes: Any) -> None:
     import jax
 
     good = isinstance(shapes, tuple) and len(shapes) == 2 and isinstance(shapes[1], Mapping)
-    if not good or jax.tree.structure(shapes[0]) != jax.tree.structure(state):
+    then: Any = jax.tree.structure(state)
+    if not good or jax.tree.structure(shapes[0]) != then:
         raise UserCodeError(
             f"step of stage {stage.name!r} must return (state, metrics): a state like the one it got, and a mapping "
             "of scalars.",
@@ -371,7 +372,7 @@ def _cosine(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> float | N
 
 
 def _over(value: Any, scale: Any) -> float:
-    value, scale = float(value), float(scale)
-    if scale > 0:
-        return value / scale
-    return 0.0 if value == 0 else math.inf
+    number, unit = float(value), float(scale)
+    if unit > 0:
+        return number / unit
+    return 0.0 if number == 0 else math.inf

@@ -105,7 +105,7 @@ def multiply(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any],
 
     lhs, rhs, *rest = operands
     kind = jnp.result_type(lhs.dtype, rhs.dtype)
-    if not jnp.issubdtype(kind, jnp.inexact) or jnp.finfo(kind).bits > 32:
+    if not jnp.issubdtype(kind, jnp.inexact) or kind in (jnp.float64, jnp.complex128):
         return primitive.bind(*operands, **params)
     wide = jnp.complex64 if jnp.issubdtype(kind, jnp.complexfloating) else jnp.float32
     highest = (jax.lax.Precision.HIGHEST,) * 2
