@@ -173,6 +173,10 @@ class OutOfStepError(StageError):
     """Hosts that compute a model together were not given the same batch. ``data``: ``stage``, ``unit``."""
 
 
+class RecompileError(StageError):
+    """A function would be compiled anew after its first step. ``data``: ``stage``, ``function``, ``changes`` (one text each)."""
+
+
 class BudgetExceededError(StageError):
     """A failure budget is used up. ``data``: ``kind``, ``failures``, ``allowed``."""
 

@@ -51,6 +51,11 @@ def _check_names(stage: str, option: str, value: object) -> None:
         raise JobError(f"stage {stage!r}: {option}={value!r} must be a list of names.", hint=f'{option}=("a", "b")')
 
 
+def _check_recompile(stage: str, recompile: object) -> None:
+    if recompile not in ("forbid", "warn"):
+        raise JobError(f'stage {stage!r}: recompile={recompile!r} is not known; allowed: "forbid", "warn".')
+
+
 def _check_positive(stage: str, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -126,6 +131,8 @@ class Train:
             its largest divisible dimension) or ``fn(path, shape, mesh) -> PartitionSpec``.
         checkpoint: One policy or several. Cannot be switched off.
         params: ``params(state) -> params``, what ``Infer`` and ``params_digest`` use.
+        recompile: ``"forbid"``: arguments of ``step`` of another shape, dtype or sharding than the first ones are an error that
+            names them; ``"warn"``: they cost a compilation, which is told and counted.
     """
 
     name: str
@@ -142,6 +149,7 @@ class Train:
     sharding: str | Callable[[str, tuple[int, ...], Any], Any] = "replicated"
     checkpoint: Policy | Sequence[Policy] = (Every(steps=100), OnPreemption())
     params: Callable[[Any], Any] = default_params
+    recompile: Literal["forbid", "warn"] = "forbid"
 
     def __post_init__(self) -> None:
         _check_name("stage", self.name)
@@ -159,6 +167,7 @@ class Train:
         if not isinstance(self.data, str):
             raise JobError(f"stage {self.name!r}: data={self.data!r} must be the name of a Preprocess stage.")
         _check_placement(self)
+        _check_recompile(self.name, self.recompile)
         SavePolicy.of(self.checkpoint)  # refuses every spelling of "off"
 
 
@@ -262,15 +271,12 @@ class Infer:
             raise JobError(
                 f"stage {self.name!r}: bad_rows={self.bad_rows!r} is not known.", hint='"fail" or Quarantine(max=1000).'
             )
-        if self.recompile not in ("forbid", "warn"):
-            raise JobError(
-                f'stage {self.name!r}: recompile={self.recompile!r} is not known; allowed: "forbid", "warn".'
-            )
         if self.parallel not in ("replica", "sharded"):
             raise JobError(
                 f'stage {self.name!r}: parallel={self.parallel!r} is not known; allowed: "replica", "sharded".'
             )
         _check_placement(self)
+        _check_recompile(self.name, self.recompile)
         if self.buckets is not None and self.buckets.too_long == "quarantine" and self.bad_rows == "fail":
             raise JobError(
                 f'stage {self.name!r}: Buckets(too_long="quarantine") needs bad_rows=Quarantine(max=...).',

@@ -39,7 +39,7 @@ _KEYS: dict[str, tuple[type[Stage], ...]] = {
     "chunk_rows": (Preprocess,),
     "batch_rows": (Infer,),
     "bad_rows": (Infer,),
-    "recompile": (Infer,),
+    "recompile": (Train, Infer),
     "concurrency": (Preprocess, Infer),
     "stall_timeout_s": (Preprocess, Train, Infer),
     "compile_timeout_s": (Train,),

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tpupipe import Every, Infer, Job, JsonLines, Preprocess, Train
 from tpupipe.config import Config
 from tpupipe.dry_run.rehearsal import HOST_BYTES, Machine, rehearsal, smallest_like
 from tpupipe.errors import ConfigError, UsageError
 from tpupipe.hardware.slices import SliceSpec
-from tpupipe import Every, Infer, Job, JsonLines, Preprocess, Train
 
 LAPTOP = Machine(cores=2, memory_bytes=24 << 30)
 LARGE = Machine(cores=64, memory_bytes=512 << 30)
@@ -24,7 +24,7 @@ def job(inputs: str = "in/*.jsonl", **train: Any) -> Job:
         [
             Preprocess("p", source=source, map=dict),
             Train("t", data="p", init=abs, step=lambda s, b: (s, b), batch_size=16, **options),
-            Infer("i", data=source, params="t", apply=lambda p, b: {"x": p}),
+            Infer("i", data=source, params="t", apply=lambda params, _: {"x": params}),
         ],
     )
 
@@ -120,7 +120,7 @@ def test_an_address_in_production_is_not_connected_to():
 def test_what_cannot_be_rehearsed_is_refused():
     """A GPU has no faked slice; a machine without room says how much it has; a bad section names its key."""
     gpu = Config.model_validate({"store": {"uri": "gs://team/runs"}, "cluster": {"kind": "gpu", "gpus": 4}})
-    with pytest.raises(ConfigError, match="dry_run.cluster.generation"):
+    with pytest.raises(ConfigError, match=r"dry_run\.cluster\.generation"):
         rehearsal(gpu, job(), LARGE)
     with pytest.raises(UsageError, match="needs a faked slice"):
         rehearsal(production({"cluster": {"kind": "tpu"}}), job(), LARGE)

@@ -174,7 +174,7 @@ class StageConfig(_Section):
         chunk_rows: Preprocessing: rows of one chunk.
         batch_rows: Inference: rows of one padded batch.
         bad_rows: Inference: what becomes of rows that cannot be used; ``quarantine`` keeps the job's ``max``.
-        recompile: Inference: whether rows of another shape may cost a compilation.
+        recompile: Training and inference: whether arguments of another shape may cost a compilation after the first.
         concurrency: Preprocessing: units at work at a time. Inference: units in flight on each worker.
         stall_timeout_s: A step or unit that takes longer is a failure.
         compile_timeout_s: Training: the same for ``init`` and for compiling.
@@ -257,6 +257,34 @@ class CostConfig(_Section):
     spot: bool = False
 
 
+class ParityConfig(_Section):
+    """The check of a job's precision on a TPU: how much is computed, and how much may differ from float32.
+
+    Args:
+        batches: Batches that are compared operation by operation.
+        rows: Rows of a batch; fewer where the job's batches are smaller.
+        steps: Training: steps over which the difference is followed.
+        product: Largest error of a product by itself, relative to its result in norm; well-conditioned ones have 0.002.
+        operation: Relative difference of an operation's result from which on it is named.
+        metric: Largest difference of a metric of training, relative to its largest value.
+        output: Largest relative difference of an output of inference, in norm.
+        mismatch: Largest share of an output's whole numbers that differ.
+        cosine: Least cosine between the updates of the parameters.
+        growth: Largest growth of the difference over ``steps``, as a factor.
+    """
+
+    batches: int = Field(default=2, ge=1, le=64)
+    rows: int = Field(default=16, ge=1, le=65_536)
+    steps: int = Field(default=20, ge=3, le=10_000)
+    product: float = Field(default=0.05, gt=0, le=1e6)
+    operation: float = Field(default=0.25, gt=0, le=1e6)
+    metric: float = Field(default=0.05, gt=0, le=1e6)
+    output: float = Field(default=0.05, gt=0, le=1e6)
+    mismatch: float = Field(default=0.05, gt=0, le=1)
+    cosine: float = Field(default=0.95, gt=-1, le=1)
+    growth: float = Field(default=10.0, gt=1, le=1e9)
+
+
 class LogsConfig(_Section):
     """Logs, on stderr.
 
@@ -293,6 +321,7 @@ class Config(_Section):
         labels: For cost allocation and schedulers; Kubernetes label syntax.
         cost: Prices.
         logs: Log level and format.
+        parity: The check of the job's precision on a TPU.
         dry_run: Keys of this same schema, laid over it by ``tpupipe dry-run``.
         faults: Failures to inject, as ``--fault`` takes them; after those of the command line.
         store_faults: Failures of the store to inject, as ``--store-fault`` takes them.
@@ -309,6 +338,7 @@ class Config(_Section):
     labels: dict[str, str] = Field(default_factory=dict)
     cost: CostConfig = CostConfig()
     logs: LogsConfig = LogsConfig()
+    parity: ParityConfig = ParityConfig()
     dry_run: dict[str, Any] = Field(default_factory=dict)
     faults: list[str] = Field(default_factory=list)
     store_faults: list[str] = Field(default_factory=list)

@@ -8,6 +8,7 @@ from typing import Any
 from tpupipe.errors import DataError, UserCodeError
 from tpupipe.hardware.mesh import check_batch, mesh_shape
 from tpupipe.job import Train
+from tpupipe.programs.recompile import changes, recompile_error, signature_of
 from tpupipe.programs.sharding import make_mesh, named_sharding, state_shardings
 from tpupipe.programs.user_code import user_code
 
@@ -105,6 +106,7 @@ def lower_step(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated
 
     Raises:
         UserCodeError: ``step`` does not give a state and a mapping of scalars.
+        RecompileError: It gives another state than it gets.
     """
     import jax
 
@@ -115,6 +117,7 @@ def lower_step(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated
             "of scalars.",
             stage=stage.name,
         )
+    _check_state(stage, abstract, out[0])
     vectors = [name for name, value in out[1].items() if value.shape != ()]
     if vectors:
         raise UserCodeError(
@@ -124,3 +127,20 @@ def lower_step(stage: Train, abstract: Any, batch: Mapping[str, Any], replicated
         )
     jitted = jax.jit(stage.step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated))
     return jitted.lower(abstract, batch)
+
+
+def _check_state(stage: Train, before: Any, after: Any) -> None:
+    """Refuses, before anything is compiled, a step that gives another state than it got: the next one would be compiled anew.
+
+    Raises:
+        RecompileError: It does; each leaf that changes is named.
+    """
+    plain = [signature_of(_without_placement(state), weak_types=False) for state in (before, after)]
+    if stage.recompile == "forbid" and (found := changes("state", *plain)):
+        raise recompile_error(stage.name, "step", found)
+
+
+def _without_placement(state: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)

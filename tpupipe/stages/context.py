@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tpupipe.checkpoint.saver import Saver, SaveTarget
 from tpupipe.data.chunks import ChunkReader, Manifest
 from tpupipe.data.stream import Stream, add_digests, digest
 from tpupipe.ledger.events import event
+from tpupipe.programs.recompile import Guarded, Recompile, changes, guarded_jit, recompile_error, signature_of
 from tpupipe.programs.sharding import RowRange, global_array, row_range
 from tpupipe.programs.train import MASK, abstract_batch, checked_columns
 from tpupipe.stages.coordinator import CoordinatorHandle, Decision
@@ -63,6 +64,7 @@ class StageContext:
         coordinator: Where to confer and report.
         start: The checkpoint to begin from, if any.
         preemption: ``() -> (preempted, notice_s)``; asked by all processes at the same steps.
+        recompile: What becomes of batches, and of arguments of functions from :meth:`jit`, of another kind than the first.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StageContext:
         coordinator: CoordinatorHandle,
         start: Restorable | None,
         preemption: Callable[[], tuple[bool, float | None]],
+        recompile: Recompile = "forbid",
     ) -> None:
         import jax
 
@@ -93,6 +96,7 @@ class StageContext:
         self._coordinator = coordinator
         self._start = start
         self._preemption = preemption
+        self._recompile: Recompile = recompile
         self._rows: RowRange = row_range(sharding, batch_size)
         self._reader = ChunkReader(target.store, target.paths, manifest)
         self._columns = checked_columns(manifest.stage, manifest.empty_batch())
@@ -199,6 +203,27 @@ class StageContext:
         """Hands events of this process to the driver."""
         self._coordinator.report(*({"rank": self.rank, **record} for record in records))
 
+    # -- compiling -----------------------------------------------------------------------------
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Guarded:
+        """``jax.jit`` for a loop of one's own, guarded: a compilation after the first is an error that names what changed.
+
+        Args:
+            function: Called with positional arguments.
+            **options: Of ``jax.jit``; ``static_argnames`` are compared by value.
+
+        Raises:
+            RecompileError: (when called) Arguments are of another shape, dtype, sharding or static value than at first, and
+                ``recompile`` is ``"forbid"``. With ``"warn"`` that is told and compiled for.
+        """
+        return guarded_jit(
+            function, self._target.stage, recompile=self._recompile, on_recompile=self.recompiled, **options
+        )
+
+    def recompiled(self, changes: Sequence[str]) -> None:
+        """Tells of a compilation after the first, and why."""
+        self.report(event("recompiled", changes=list(changes)))
+
     # -- feeding -------------------------------------------------------------------------------
 
     def abstract_batch(self) -> dict[str, Any]:
@@ -229,10 +254,16 @@ class StageContext:
             except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
                 put(error)
 
+        expected = signature_of(self.abstract_batch(), weak_types=False)
+
         def take() -> Iterator[FedBatch]:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
+                if self._recompile == "forbid":  # else the function that it is given to tells of it
+                    found = signature_of(item.arrays, weak_types=False)
+                    if found != expected and (different := changes("batch", expected, found)):
+                        raise recompile_error(self._target.stage, f"step {item.step}", different)
                 yield item
 
         thread = threading.Thread(target=produce, name="batches", daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from tpupipe.faults.plan import Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Train
 from tpupipe.ledger.events import event
+from tpupipe.programs.recompile import Guarded
 from tpupipe.programs.sharding import forget_slices, named_sharding
 from tpupipe.programs.train import abstract_state, lower_step, shardings_of, train_mesh
 from tpupipe.programs.user_code import user_code
@@ -166,6 +167,7 @@ def _train(plan: TrainPlan, watchdog: Watchdog) -> None:
         coordinator=plan.coordinator,
         start=plan.start,
         preemption=_preemption,
+        recompile=stage.recompile,
     )
     context.tell(event("starting", seconds=time.time() - plan.started_s))
     with context.batches() as batches:
@@ -175,7 +177,7 @@ def _train(plan: TrainPlan, watchdog: Watchdog) -> None:
 
 
 def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchdog) -> tuple[Any, Any]:
-    """The state to begin from and the compiled step. The one is read while the other is compiled."""
+    """The state to begin from and the compiled, guarded step. The one is read while the other is compiled."""
     import jax
 
     stage = plan.stage
@@ -199,7 +201,29 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
     context.report(
         event("compiling", seconds=time.monotonic() - stated, init_seconds=stated - began, from_cache=step.from_cache)
     )
-    return state, step.call
+    return state, _guarded(plan, context, abstract, step, named_sharding(mesh))
+
+
+def _guarded(plan: TrainPlan, context: StageContext, abstract: Any, step: Compiled, replicated: Any) -> Guarded:
+    import jax
+
+    def program(arguments: Sequence[Any]) -> Any:
+        state, batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tuple(arguments)
+        )
+        return _compile(plan, state, batch, replicated).call
+
+    guarded = Guarded(
+        "step",
+        plan.stage.name,
+        ("state", "batch"),
+        program,
+        recompile=plan.stage.recompile,
+        on_recompile=context.recompiled,
+        weak_types=False,
+    )
+    guarded.expect((abstract, context.abstract_batch()), step.call)
+    return guarded
 
 
 def _compile(plan: TrainPlan, abstract: Any, batch: Mapping[str, Any], replicated: Any) -> Compiled:

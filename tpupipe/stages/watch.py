@@ -71,6 +71,7 @@ class TrainWatch:
         self.ending = Ending()
         self.failed_s: float | None = None
         self.left_s = 0.0  # what the steps will still take, at the latest pace; 0 if unknown
+        self.recompilations = 0
         self._paced = False
         self._seconds = seconds
         self._recovery = recovery
@@ -105,6 +106,13 @@ class TrainWatch:
             return  # all processes compile at once: the first one's seconds count
         self._seconds.add("compiling", record["seconds"] + record["init_seconds"])
         self.tell("compiled", f"compiled in {record['seconds']:.1f} s")
+
+    def _on_recompiled(self, record: Mapping[str, Any]) -> None:
+        if record["rank"]:
+            return  # all processes compile at once
+        self.recompilations += 1
+        text = f"compiled anew after the first step (number {self.recompilations}): {'; '.join(record['changes'][:3])}"
+        self.tell("recompiled", text, logging.WARNING, changes=record["changes"], count=self.recompilations)
 
     def _on_working(self, record: Mapping[str, Any]) -> None:
         self._seconds.add("working", record["seconds"])
