@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpupipe import Every, Files, Infer, Job, Preprocess, Train
@@ -107,6 +107,7 @@ def test_rows_of_a_host_must_be_one_block():
     assert "a, b" in judged.hint
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.permutations(["a", "b", "c"]),
     st.tuples(*[st.sampled_from([1, 2, 4])] * 3),
