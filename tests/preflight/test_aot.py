@@ -13,9 +13,10 @@ from tpupipe.config import Config, child_variables, load_config
 from tpupipe.errors import CheckFailedError
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.preflight import aot
-from tpupipe.preflight.aot import aot_findings, compile_programs, status_of, told
+from tpupipe.preflight.aot import aot_findings, compile_programs
 from tpupipe.preflight.findings import Status
 from tpupipe.preflight.refusals import Reason
+from tpupipe.preflight.told import status_of, told
 from tpupipe.resolve import load_build, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,9 @@ def test_the_demo_on_the_production_slice_agrees_with_the_compilers_own_analysis
     assert program["flops"] == 6 * parameters * tokens + 3 * 2 * 2 * (2 * tokens * 128 * 64)
     assert program["collectives"]["all-reduce"]["size_bytes"] > 4 * parameters
     assert infer.check == "aot.nll"
-    assert [(p["batch"], p["length"], p["devices"]) for p in infer.facts["programs"]] == [(64, n, 4) for n in (32, 64, 128)]
+    assert [(p["batch"], p["length"], p["devices"]) for p in infer.facts["programs"]] == [
+        (64, n, 4) for n in (32, 64, 128)
+    ]
 
 
 BIG = ("job.width=2048", "job.layers=512")  # 16 GiB of state
