@@ -13,9 +13,10 @@ from tpupipe.config import Config, child_variables, load_config
 from tpupipe.errors import CheckFailedError
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.preflight import aot
-from tpupipe.preflight.aot import aot_findings, compile_programs, status_of, told
+from tpupipe.preflight.aot import aot_findings, compile_programs
 from tpupipe.preflight.findings import Status
 from tpupipe.preflight.refusals import Reason
+from tpupipe.preflight.told import status_of, told
 from tpupipe.resolve import load_build, resolve
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,6 @@ from tpupipe.preflight.hlo import (
     read_cost,
     read_module,
     read_shapes,
-    source_lines,
     trip_count,
 )
 
@@ -42,12 +41,6 @@ def test_hbm_traffic_has_the_weights_at_least_as_often_as_they_must_be_read():
 
 def test_no_loop_is_left_unknown():
     assert read_cost(RECORDED).unknown_loops == 0
-
-
-def test_source_lines_are_the_jobs_own():
-    lines = source_lines(RECORDED)
-    assert lines
-    assert {line.rpartition(":")[0] for line in lines.values()} == {"/jobs/six_layers.py"}
 
 
 def test_text_without_entry_is_refused():

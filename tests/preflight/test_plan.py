@@ -10,7 +10,6 @@ from tpupipe.config import CostConfig
 from tpupipe.errors import SliceError, UsageError
 from tpupipe.hardware.facts import tpu_price
 from tpupipe.hardware.slices import SliceSpec
-from tpupipe.preflight.aot import Program
 from tpupipe.preflight.fit import Memory
 from tpupipe.preflight.hlo import HloCost
 from tpupipe.preflight.plan import (
@@ -28,6 +27,7 @@ from tpupipe.preflight.plan import (
     parse_targets,
     young_daly_s,
 )
+from tpupipe.preflight.program import Program
 from tpupipe.preflight.refusals import Reason, Refusal
 
 

@@ -1,4 +1,4 @@
-"""What a compiled TPU program does, read from its text (HLO): operations, HBM traffic, collectives, source lines.
+"""What a compiled TPU program does, read from its text (HLO): operations, HBM traffic, collectives.
 
 The compiler's own ``cost_analysis()`` counts the body of a loop once, however often it runs: a model whose layers are
 scanned would seem to have one layer. Here a loop's body counts as often as the loop's condition says. Pure: text in,
@@ -11,9 +11,8 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4}
 _BITS_IN_NAME = re.compile(r"[a-z]+(\d+)")
@@ -485,42 +484,3 @@ def _integer(it: Instruction | None) -> int | None:
     if it is None or it.opcode != "constant":
         return None
     return int(it.literal) if re.fullmatch(r"-?\d+", it.literal) else None
-
-
-# -- source lines ---------------------------------------------------------------------------
-
-_METADATA = re.compile(r'op_name="([^"]*)"')
-_TABLE_ROW = re.compile(r"^(\d+) (.*)$")
-_FIELD = re.compile(r"(\w+)=(\d+)")
-
-
-def source_lines(text: str) -> dict[int, str]:
-    """The source line of each stack frame of a module's text: the innermost one outside of installed packages."""
-    tables: dict[str, dict[int, Any]] = {}
-    table: dict[int, Any] | None = None
-    for line in text.splitlines():
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            table = tables.setdefault(line, {})
-        elif line.startswith(("%", "ENTRY")):
-            break
-        elif table is not None and (row := _TABLE_ROW.match(line)):
-            value = row[2]
-            fields = {name: int(number) for name, number in _FIELD.findall(value)}
-            table[int(row[1])] = fields if value.startswith("{") else value.strip('"')
-    files, places = tables.get("FileNames", {}), tables.get("FileLocations", {})
-    frames = tables.get("StackFrames", {})
-
-    def chain(frame: int) -> Iterator[tuple[str, int]]:
-        seen: set[int] = set()
-        while frame in frames and frame not in seen:
-            seen.add(frame)
-            place = places.get(frames[frame].get("file_location_id", 0), {})
-            yield files.get(place.get("file_name_id", 0), "?"), place.get("line", 0)
-            frame = frames[frame].get("parent_frame_id", 0)
-
-    found = {}
-    for frame in frames:
-        walked = list(chain(frame))
-        place = next((p for p in walked if "site-packages" not in p[0]), walked[0])
-        found[frame] = f"{place[0]}:{place[1]}"
-    return found

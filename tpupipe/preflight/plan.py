@@ -11,7 +11,8 @@ from tpupipe.config import CostConfig
 from tpupipe.errors import UsageError
 from tpupipe.hardware.facts import price_regions, tpu_price
 from tpupipe.hardware.slices import SliceSpec
-from tpupipe.preflight.aot import Compilation, Program, refused, remedy
+from tpupipe.preflight.program import Compilation, Program
+from tpupipe.preflight.told import BOUND_NOT_PREDICTION, refused, remedy
 
 ASSUMED_SAVE_S = 2.0
 """Seconds that a save holds the loop up, where nothing was measured."""
@@ -381,7 +382,7 @@ class Plan:
         checkpoints = self.checkpoints
         return {
             "job": self.job,
-            "time_is": "a bound, not a prediction",
+            "time_is": BOUND_NOT_PREDICTION,
             "rows": [row.to_json() for row in self.rows],
             "best": best,
             "checkpoints": None
