@@ -28,6 +28,7 @@ from tpupipe.preflight.checks import guarded, iter_checks
 from tpupipe.preflight.context import CheckContext
 from tpupipe.preflight.findings import Finding, Status
 from tpupipe.preflight.importing import ImportReport, import_alone
+from tpupipe.preflight.parity_child import parity_alone
 from tpupipe.preflight.registry import GROUPS
 
 CHECK_EPILOG = (
@@ -165,16 +166,21 @@ def _all_findings(context: CheckContext, options: CheckOptions) -> Iterator[Find
     yield from iter_checks(context, options.groups, _say)
     if AOT in options.groups:
         yield from guarded("aot.job", lambda: _aot(context))
-    # ---- CALL SITE: bf16 parity (tpupipe/preflight/parity*.py) --------------------------------------------------------
-    # yield from guarded("parity.job", lambda: parity_findings(context.job, context.config, …))
     if PARITY in options.groups:
-        yield Finding("parity.job", Status.SKIPPED, "The parity check is not part of this version.")
+        yield from guarded("parity.job", lambda: _parity(context))
 
 
 def _aot(context: CheckContext) -> list[Finding]:
     if context.job is None:
         return [Finding("aot.job", Status.SKIPPED, "The job's module could not be loaded.", "See job.import.")]
     return aot_findings(context.module, context.config, input_options=context.input_options, say=_say)
+
+
+def _parity(context: CheckContext) -> list[Finding]:
+    if context.job is None:
+        return [Finding("parity.job", Status.SKIPPED, "The job's module could not be loaded.", "See job.import.")]
+    _say("comparing float32 with a TPU's products on this machine's CPU: minutes for a large model")
+    return parity_alone(context.module, context.config, context.input_options)
 
 
 # -- what is printed ------------------------------------------------------------------------

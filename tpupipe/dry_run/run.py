@@ -23,11 +23,13 @@ from tpupipe.faults.plan import parse_faults
 from tpupipe.identity import code_fingerprint
 from tpupipe.job import Job
 from tpupipe.ledger.events import read_events
-from tpupipe.preflight.aot import Compilation, compile_programs, compiler_installed, findings_of
+from tpupipe.preflight.aot import compile_programs, compiler_installed
 from tpupipe.preflight.checks import guarded, iter_checks
 from tpupipe.preflight.findings import Finding, Status
 from tpupipe.preflight.importing import import_alone
 from tpupipe.preflight.plan import ASSUMED_EFFICIENCY, StageEstimate, estimate, rows_of
+from tpupipe.preflight.program import Compilation
+from tpupipe.preflight.told import findings_of
 from tpupipe.resolve import Build, load_build, rebuilt, resolve
 from tpupipe.run import RunOptions, check_before_anything, endpoint_of, run
 from tpupipe.store.layout import RunPaths

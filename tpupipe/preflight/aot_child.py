@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpupipe.config import Config, job_parameters
+from tpupipe.config import Config
 from tpupipe.errors import JobError, TpupipeError
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.job import Infer, Job, Train
@@ -29,7 +29,7 @@ from tpupipe.programs.infer_batches import shapes_of
 from tpupipe.programs.sharding import named_sharding
 from tpupipe.programs.train import abstract_batch, abstract_state, lower_step, train_mesh
 from tpupipe.programs.turns import Turns
-from tpupipe.resolve import call_build, configured, load_build, parameter_model
+from tpupipe.resolve import load_build, rebuilt
 
 _LEAVES_TOLD = 8
 
@@ -108,7 +108,7 @@ def main() -> None:
 def _serve(request: Request, tell: Callable[[Mapping[str, Any]], None]) -> None:
     build = load_build(request.job)
     config = Config.model_validate_json(request.config)
-    job = configured(call_build(build, job_parameters(config, parameter_model(build))), config)
+    job = rebuilt(build, config)
     shapes = JobShapes(job, config, request.input_options)
     tell({"job": {"name": job.name, "stages": list(job.stage_names)}})
     programs = list(_programs(job, shapes, request))
