@@ -30,6 +30,7 @@ HOST = "127.0.0.1"
 _HEAD_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
 _LOG_LENGTH = 1000
+_UPLOADS_REMEMBERED = 1000
 _DRIP_S = 0.1
 _HOP = ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect")
 _MADE_HERE = ("host", "date", "server")
@@ -51,6 +52,7 @@ class Forwarder:
         self.fired: Counter[str] = Counter()
         self.log: deque[dict[str, Any]] = deque(maxlen=_LOG_LENGTH)
         self._uploads: dict[str, tuple[str, str]] = {}
+        self._uploads_done: dict[str, tuple[int, CIMultiDict[str], bytes] | None] = {}
         self._created: dict[tuple[str, str], float] = {}
         self._session: ClientSession
         self.use(faults)
@@ -116,24 +118,18 @@ class Forwarder:
         """Decides about one request and carries the decision out."""
         target = request.raw_path
         head = await _beginning(request) if wants_body(request.method, target) else b""
+        if request.method == "PUT" and (told := self._uploads_done.get(target)) is not None:
+            # Cloud Storage gives the answer again; the embedded server has forgotten the upload with its first answer.
+            await _read_on(request)
+            status, headers, body = told
+            return web.Response(status=status, headers=_without_length(headers), body=body)
         asked = identify(request.method, target, head, self._uploads)
         decision = self._decide(asked)
         for delay in decision.delays:
             await asyncio.sleep(delay.seconds)
         fault = decision.fault
-        if fault is not None:
-            if fault.kind == "outage":
-                return _reset(request)
-            if fault.kind == "block":
-                # The handler is cancelled when the client hangs up.
-                await (asyncio.sleep(fault.seconds) if fault.seconds else asyncio.Event().wait())
-                return _reset(request)
-            if fault.status is not None:
-                await _read_on(request)
-                return _refusal(fault, fault.status)
-            if fault.kind == "reset" and request.body_exists:
-                await _read_on(request, (request.content_length or 2 * _PIECE_BYTES) // 2 - len(head))
-                return _reset(request)
+        if fault is not None and (kept_off := await _kept_off(request, fault, head)) is not None:
+            return kept_off
         try:
             return await self._forward(request, asked, fault, head)
         except ClientError as error:
@@ -158,7 +154,9 @@ class Forwarder:
             length = answer.content_length
             pieces: AsyncIterator[bytes] = answer.content.iter_chunked(_PIECE_BYTES)
             if kind == "lost":
-                await answer.read()
+                body = await answer.read()
+                if request.raw_path in self._uploads_done:
+                    self._uploads_done[request.raw_path] = answer.status, headers, body
                 return _reset(request)
             if asked.operation is not Operation.DOWNLOAD and "json" in answer.content_type:
                 # An answer may name the store (selfLink, mediaLink); a client that follows must come back here.
@@ -188,7 +186,10 @@ class Forwarder:
                 return
         done = asked.operation is Operation.CREATE and answer.status in (200, 201)
         if done and (asked.begins or target in self._uploads):
-            self._uploads.pop(target, None)
+            if self._uploads.pop(target, None) is not None:
+                self._uploads_done[target] = None
+                if len(self._uploads_done) > _UPLOADS_REMEMBERED:
+                    del self._uploads_done[next(iter(self._uploads_done))]
             self._created[asked.bucket, asked.name] = time.monotonic()
 
     async def _stale(self, body: bytes, asked: StoreRequest, seconds: float) -> bytes:
@@ -224,6 +225,27 @@ def _kept(headers: Any) -> CIMultiDict[str]:
     named = [name.strip().lower() for name in headers.get("Connection", "").split(",")]
     dropped = {*_HOP, *_MADE_HERE, *named}
     return CIMultiDict((key, value) for key, value in headers.items() if key.lower() not in dropped)
+
+
+async def _kept_off(request: web.Request, fault: StoreFault, head: bytes) -> web.Response | None:
+    """The end of a request that never reaches the store; ``None`` if it does."""
+    if fault.kind == "outage":
+        return _reset(request)
+    if fault.kind == "block":
+        # The handler is cancelled when the client hangs up.
+        await (asyncio.sleep(fault.seconds) if fault.seconds else asyncio.Event().wait())
+        return _reset(request)
+    if fault.status is not None:
+        await _read_on(request)
+        return _refusal(fault, fault.status)
+    if fault.kind == "reset" and request.body_exists:
+        await _read_on(request, (request.content_length or 2 * _PIECE_BYTES) // 2 - len(head))
+        return _reset(request)
+    return None
+
+
+def _without_length(headers: CIMultiDict[str]) -> CIMultiDict[str]:
+    return CIMultiDict((key, value) for key, value in headers.items() if key.lower() != "content-length")
 
 
 async def _beginning(request: web.Request) -> bytes:
