@@ -54,6 +54,7 @@ def proxied(runner: Runner, proxy: StoreProxy) -> ProxiedRunner:
     return ProxiedRunner(runner, proxy)
 
 
+@pytest.mark.soak
 def test_a_store_that_blocks_on_writes_ends_the_run_in_time_and_frees_the_slice(proxied: ProxiedRunner) -> None:
     """Writes of checkpoints are never answered, time-out 3 s: in under 6 s an error that names what was written."""
     fault = "block@create,name=/checkpoints/"
@@ -67,6 +68,7 @@ def test_a_store_that_blocks_on_writes_ends_the_run_in_time_and_frees_the_slice(
     nothing_is_held(proxied.direct.world)
 
 
+@pytest.mark.soak
 def test_a_failed_background_save_ends_the_run(proxied: ProxiedRunner) -> None:
     """The record of step 5 is refused: the run fails before step 10. Then only the last one: the run fails too."""
     # Rank 1 waits at step 7, so that the save has failed before the steps are over.

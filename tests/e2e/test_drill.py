@@ -36,6 +36,7 @@ def drill(world: World, tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.soak
 def test_a_job_that_keeps_its_promises_passes(drill: Any) -> None:
     """The driver is killed in training, a worker in inference: same digests, same rows, exit status 0."""
     faults = [HELD, "kill-driver@train.step=7,rank=1", "kill-worker@unit.before_commit=4,stage=scores"]

@@ -68,6 +68,7 @@ def test_a_unit_that_fails_again_and_again_is_set_aside_and_the_rest_is_done(run
     assert runner.outputs("a", "scores")["id"] == list(range(100))
 
 
+@pytest.mark.soak
 def test_ten_rows_on_more_devices_than_divide_them_give_ten_rows(runner: Runner) -> None:
     """ray#63285: 10 rows on two hosts of four devices: all are trained on or told of, and each is scored once."""
     result = runner("a", job={"rows": 10, "steps": 1, "every": 1})

@@ -80,6 +80,7 @@ def until(said: str, process: subprocess.Popen[str], mark: Path, timeout_s: floa
         time.sleep(0.1)
 
 
+@pytest.mark.soak
 def test_a_users_exception_leaves_nothing(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     """Exit status 1, the job's own error on stderr, nothing left."""
     assert start(break_at="map").wait(150) == 1
@@ -99,6 +100,7 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_resume(
     nothing_is_left(tmp_path)
 
 
+@pytest.mark.soak
 def test_a_killed_driver_and_success_leave_nothing_and_lose_nothing(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

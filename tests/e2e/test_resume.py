@@ -40,6 +40,7 @@ def test_a_killed_worker_resumes_at_the_exact_row(runner: Runner, undisturbed: R
     assert [e["step"] for e in restored if "seconds" in e] == [5]
 
 
+@pytest.mark.soak
 def test_kills_around_a_save_leave_exactly_the_committed_files(runner: Runner, undisturbed: RunResult) -> None:
     """Killed between arrays and commit, then again in the restore: the commits list what is there."""
     faults = (
@@ -169,6 +170,7 @@ def test_sigterm_saves_and_a_damaged_newest_checkpoint_is_passed_over(runner: Ru
     assert [e["step"] for e in runner.events("a", "checkpoint_damaged")] == [newest.step]
 
 
+@pytest.mark.soak
 def test_a_busy_machine_does_not_change_the_order(runner: Runner, undisturbed: RunResult) -> None:
     """Beside busy processes: the same sample digest and parameters as without."""
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]

@@ -32,6 +32,7 @@ def test_the_spare_takes_over_and_compiles_nothing(runner: Runner, undisturbed: 
 
 
 @pytest.mark.usefixtures("_always_a_spare")
+@pytest.mark.soak
 def test_a_spare_that_is_not_needed_leaves_nothing(runner: Runner, undisturbed: RunResult) -> None:
     """Without a failure it is sent home: the answer is the same, and no placement group is left."""
     result = runner("a", job={"score": False}, stages={"fit": {"log_every_s": 0.001}})

@@ -33,6 +33,7 @@ def test_a_hanging_step_and_a_hanging_restore_are_ended_told_and_done_again(
     assert len([s for s in stacks(runner) if b"inject.py" in s]) >= 2
 
 
+@pytest.mark.soak
 def test_an_init_that_hangs_twice_is_not_started_a_third_time(runner: Runner) -> None:
     """Within the budget, but the same stall at the same step: the run ends, and the error leads to stacks and log."""
     with pytest.raises(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tests.e2e.harness import REPOSITORY, Runner
@@ -61,6 +62,7 @@ def test_a_submitted_job_and_python_m_are_the_same_run(runner: Runner) -> None:
     assert result["stages"]["fit"]["params_digest"][:12] in log
 
 
+@pytest.mark.soak
 def test_a_failed_job_is_failed(runner: Runner) -> None:
     """The submitted job's status is FAILED, and its log names the job's own error."""
     status, log = submit(runner, "a", runner.config({"rows": 40, "steps": 4, "break_at": "map"}))

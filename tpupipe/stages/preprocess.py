@@ -190,14 +190,18 @@ def _map_units(
 def _task_options(run: StageRun, stage: str, tasks: int) -> dict[str, Any]:
     """How many units are at work at a time.
 
-    On a faked slice, by default as many as this machine has CPUs, for its logical ones are not real.
+    On a faked slice, by default as many as this machine has CPUs, for its logical ones are not real; and all on the
+    driver's node, for on each of the others a process would have to start, which takes longer than a small unit.
     """
     at_a_time = run.settings(stage).concurrency
-    if at_a_time is None and run.config.cluster.kind == "fake":
+    faked = run.config.cluster.kind == "fake"
+    if at_a_time is None and faked:
         at_a_time = max(2, os.cpu_count() or 2)
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     return {
         "compute": ray.data.TaskPoolStrategy(size=None if at_a_time is None else min(at_a_time, tasks)),
         "num_cpus": 1,
+        "label_selector": here if faked else None,
     }
 
 
