@@ -103,6 +103,7 @@ def trained(make_runner: Callable[[str], Runner], proxy: StoreProxy) -> tuple[Pr
     return runner, runner("503@list,name=/checkpoints/,times=2", store={"attempts": 2}, job={"steps": 20, "every": 10})
 
 
+@pytest.mark.soak
 def test_a_store_that_comes_back_costs_a_wait(trained: tuple[ProxiedRunner, RunResult]) -> None:
     """The first look for checkpoints failed with all its attempts: charged, tried again after 1 s, and only then fresh."""
     runner, result = trained
@@ -112,6 +113,7 @@ def test_a_store_that_comes_back_costs_a_wait(trained: tuple[ProxiedRunner, RunR
     assert [e["step"] for e in runner.events("train_start")] == [0]
 
 
+@pytest.mark.soak
 def test_an_unreadable_newest_checkpoint_costs_ten_steps_and_two_of_them_the_run(
     trained: tuple[ProxiedRunner, RunResult],
 ) -> None:

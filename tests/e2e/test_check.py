@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.e2e.harness import World, connection
 from tpupipe.cluster.reservation import Reservation
 from tpupipe.hardware.slices import SliceSpec
@@ -16,6 +18,7 @@ def cluster_findings(world: World) -> dict[str, Any]:
     return {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
 
 
+@pytest.mark.soak
 def test_a_warm_slice_is_there_and_free(world: World) -> None:
     """Every node answers with its versions, which are those here; libtpu is not needed on a faked host."""
     found = cluster_findings(world)

@@ -42,6 +42,7 @@ def test_a_drained_host_saves_and_goes_on_elsewhere(runner: Runner, undisturbed:
     assert len([e for e in runner.events("a", "say") if "reserved" in e["message"]]) == 2
 
 
+@pytest.mark.soak
 def test_a_damaged_checkpoint_and_a_lost_slice(runner: Runner, undisturbed: RunResult) -> None:
     """At step 8 the checkpoint of step 6 is damaged and all hosts are lost: it is told, step 3 is restored, 5 are lost.
 

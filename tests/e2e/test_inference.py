@@ -46,6 +46,7 @@ def test_a_bad_row_is_set_aside_and_the_output_reads_as_one_table_everywhere(run
         assert sorted(row["id"] for row in ray.data.read_parquet(units).iter_rows()) == expected
 
 
+@pytest.mark.soak
 def test_a_unit_that_fails_again_and_again_is_set_aside_and_the_rest_is_done(runner: Runner) -> None:
     """marin#4575: one unit's map raises, another's kills its process: both are named, all others are committed.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.harness import Runner
 from tpupipe.run import RunResult
 
 
+@pytest.mark.soak
 def test_a_worker_that_dies_after_the_last_commit_does_not_undo_its_stage(
     runner: Runner, undisturbed: RunResult
 ) -> None:

@@ -95,6 +95,7 @@ def test_an_exception_of_the_job_gives_the_slice_back(runner: Runner, where: str
     nothing_is_held(runner.world)
 
 
+@pytest.mark.soak
 def test_stale_slice_variables_do_not_reach_the_workers(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """With MEGASCALE_NUM_SLICES=3 preset, the workers of a 2-slice run see 2."""
     from tpupipe.cluster import connect

@@ -112,6 +112,7 @@ def test_inference_workers_killed_around_the_commit_give_each_row_once(runner: R
     assert {i.name: i.generation for i in runner.store.list(runner.paths("a").root + "/stages/")} == written
 
 
+@pytest.mark.soak
 def test_another_number_of_hosts_goes_on_at_the_same_row(runner: Runner) -> None:
     """Saved by 2 hosts at row 40 of 100, finished by 1: rows 40 to 99 are fed once each."""
     job = {**FIT_ONLY, "every": 4}

@@ -15,6 +15,7 @@ def _always_a_spare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_always_a_spare")
+@pytest.mark.soak
 def test_the_spare_takes_over_and_compiles_nothing(runner: Runner, undisturbed: RunResult) -> None:
     """A worker dies at step 7 with a group ready behind it: that one goes on, with the same answer, from compiled steps."""
     settings = {"log_every_s": 0.001}
