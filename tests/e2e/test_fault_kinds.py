@@ -26,6 +26,7 @@ def fired(runner: Runner, action: str) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.soak
 def test_a_drained_host_saves_and_goes_on_elsewhere(runner: Runner, undisturbed: RunResult) -> None:
     """A notice of 15 s at step 4 of 10: what was done is saved although no save was due; a new reservation resumes it."""
     faults = ("drain-host@train.step=4,rank=1,deadline_s=15", "slow@train.step=6,rank=0,seconds=4")

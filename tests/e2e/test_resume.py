@@ -91,6 +91,7 @@ def test_killed_drivers_lose_nothing(runner: Runner, undisturbed: RunResult) -> 
     assert result.attempt == 4
 
 
+@pytest.mark.soak
 def test_inference_workers_killed_around_the_commit_give_each_row_once(runner: Runner) -> None:
     """1,000 rows, killed before and after a commit; then run again: 1,000 rows, 1,000 unique.
 
