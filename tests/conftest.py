@@ -12,6 +12,7 @@ from tests.e2e.harness import SLICES, World
 from tests.places import Place
 from tpupipe.cluster.connect import cluster_down, cluster_up
 from tpupipe.cluster.fake import FakeClusterSpec
+from tpupipe.faults.store_proxy import StoreProxy, store_proxy
 from tpupipe.local.server import embedded_store
 from tpupipe.store.objects import Store
 
@@ -52,3 +53,18 @@ def place(request: pytest.FixtureRequest, file_place: Place) -> Place:
 def store(place: Place) -> Store:
     """An empty store on each backend."""
     return place.open()
+
+
+@pytest.fixture(scope="session")
+def running_proxy(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProxy]:
+    """A proxy process in front of the embedded server."""
+    with store_proxy(endpoint, root=tmp_path_factory.mktemp("proxy")) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(running_proxy: StoreProxy) -> Iterator[StoreProxy]:
+    """The proxy, without faults at first and afterwards."""
+    running_proxy.set()
+    yield running_proxy
+    running_proxy.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from tpupipe.cli import app
 from tpupipe.config import Config
-from tpupipe.faults.store_proxy import StoreProxy, store_proxy
 from tpupipe.job import Job
 from tpupipe.preflight.context import CheckContext
 
@@ -111,21 +110,6 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str) -> Wor
     cluster = ", ".join(f"{key}: {value}" for key, value in WORLD["cluster"].items())
     (tmp_path / "world.yaml").write_text(f"store: {{uri: 'gs://bucket/runs'}}\ncluster: {{{cluster}}}\n")
     return World(tmp_path, f"gs://bucket-{uuid.uuid4().hex[:12]}/runs")
-
-
-@pytest.fixture(scope="session")
-def running_proxy(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProxy]:
-    """A proxy process in front of the embedded server."""
-    with store_proxy(endpoint, root=tmp_path_factory.mktemp("proxy")) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(running_proxy: StoreProxy) -> Iterator[StoreProxy]:
-    """The proxy, without faults at first and afterwards."""
-    running_proxy.set()
-    yield running_proxy
-    running_proxy.set()
 
 
 @pytest.fixture

@@ -13,24 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tpupipe.faults.store_proxy import StoreProxy, store_proxy
+from tpupipe.faults.store_proxy import StoreProxy
 
 # -- faults ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def running_proxy(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProxy]:
-    """A proxy process in front of the embedded server."""
-    with store_proxy(endpoint, root=tmp_path_factory.mktemp("proxy")) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(running_proxy: StoreProxy) -> Iterator[StoreProxy]:
-    """The proxy, without faults at first and afterwards."""
-    running_proxy.set()
-    yield running_proxy
-    running_proxy.set()
 
 
 @pytest.fixture

@@ -6,11 +6,9 @@ the all-or-nothing over several slices and the way back.
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from tpupipe.errors import ReservationError, ReservationTimeoutError, SliceError
 from tpupipe.hardware.slices import SliceSpec
+from tpupipe.local.periodic import periodically
 
 PROGRESS_EVERY_S = 5.0
 RELEASE_TIMEOUT_S = 20.0
@@ -134,7 +133,7 @@ class Reservation:
                 available=slice_states(),
             )
         try:
-            with _progress(lambda: self._say(self._waiting(began))):
+            with periodically(PROGRESS_EVERY_S, lambda: self._say(self._waiting(began)), name="reservation-progress"):
                 for index in range(self.spec.slices):
                     self._handles.append(self._take(index, began))
             self.hosts = self._find_hosts()
@@ -323,23 +322,6 @@ def describe_slices() -> str:
         for s in states
     )
     return f"The cluster has: {listed}."
-
-
-@contextlib.contextmanager
-def _progress(tell: Callable[[], None]) -> Iterator[None]:
-    done = threading.Event()
-
-    def loop() -> None:
-        while not done.wait(PROGRESS_EVERY_S):
-            tell()
-
-    thread = threading.Thread(target=loop, name="reservation-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def held_groups(names: Sequence[str] = ()) -> list[str]:

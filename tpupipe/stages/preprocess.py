@@ -8,10 +8,9 @@ import itertools
 import logging
 import os
 import pickle
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from tpupipe.faults.plan import Action, Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
 from tpupipe.ledger.events import Seconds, event
+from tpupipe.local.periodic import periodically
 from tpupipe.programs.user_code import user_code
 from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors
 from tpupipe.stages.committed import Compaction, resume_units
@@ -217,26 +217,16 @@ def _rows(dataset: ray.data.Dataset, run: StageRun, stage: str) -> Any:
         raise failure_of(error, told, stage) from error
 
 
-@contextlib.contextmanager
-def _ending_when_asked(run: StageRun, stage: str) -> Iterator[None]:
+def _ending_when_asked(run: StageRun, stage: str) -> contextlib.AbstractContextManager[None]:
     """Lets a fault kill this driver while Ray Data has no row for it: the worker that asked for it waits for its end."""
     if not any(fault.action is Action.KILL_DRIVER for fault in run.faults):
-        yield
-        return
-    done = threading.Event()
+        return contextlib.nullcontext()
 
     def look() -> None:
-        while not done.wait(LOOK_EVERY_S):
-            if run.coordinator.driver_kill_requested():
-                run.absorb(stage)
+        if run.coordinator.driver_kill_requested():
+            run.absorb(stage)
 
-    thread = threading.Thread(target=look, name="kill-driver", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return periodically(LOOK_EVERY_S, look, name="kill-driver")
 
 
 # -- dataset=: the whole stage at once ------------------------------------------------------
