@@ -205,19 +205,20 @@ def test_a_create_whose_answer_is_lost_is_not_done_twice(store, good, proxy):
         store.create("theirs", CONTENT)
 
 
-def test_an_upload_whose_last_answer_is_lost_gives_it_when_asked_again(store, proxy):
+@pytest.mark.parametrize("send", [requests.put, requests.post])
+def test_an_upload_whose_last_answer_is_lost_gives_it_when_asked_again(store, proxy, send):
     """As Cloud Storage does: a client that repeats the last request of an upload that is complete gets its answer."""
     url = f"{proxy.endpoint}/upload/storage/v1/b/{store.root.bucket}/o?uploadType=resumable"
     opened = requests.post(url, json={"name": "resumed"}, timeout=10)
     where, parts = opened.headers["Location"], {"Content-Range": f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}"}
     proxy.set("lost@create,name=resumed,times=1")
     with pytest.raises(requests.ConnectionError):
-        requests.put(where, data=CONTENT, headers=parts, timeout=10)
-    again = requests.put(where, data=CONTENT, headers=parts, timeout=10)
+        send(where, data=CONTENT, headers=parts, timeout=10)
+    again = send(where, data=CONTENT, headers=parts, timeout=10)
     assert again.status_code == 200
     assert again.json()["name"] == "resumed"
     assert again.json()["size"] == str(len(CONTENT))
-    assert requests.put(where, data=CONTENT, headers=parts, timeout=10).json() == again.json()
+    assert send(where, data=CONTENT, headers=parts, timeout=10).json() == again.json()
 
 
 def test_a_spoiled_answer_is_a_success_that_is_spoiled(store, proxy):

@@ -118,7 +118,7 @@ class Forwarder:
         """Decides about one request and carries the decision out."""
         target = request.raw_path
         head = await _beginning(request) if wants_body(request.method, target) else b""
-        if request.method == "PUT" and (told := self._uploads_done.get(target)) is not None:
+        if request.method in ("PUT", "POST") and (told := self._uploads_done.get(target)) is not None:
             # Cloud Storage gives the answer again; the embedded server has forgotten the upload with its first answer.
             await _read_on(request)
             status, headers, body = told
