@@ -210,7 +210,8 @@ def test_an_upload_whose_last_answer_is_lost_gives_it_when_asked_again(store, pr
     """As Cloud Storage does: a client that repeats the last request of an upload that is complete gets its answer."""
     url = f"{proxy.endpoint}/upload/storage/v1/b/{store.root.bucket}/o?uploadType=resumable"
     opened = requests.post(url, json={"name": "resumed"}, timeout=10)
-    where, parts = opened.headers["Location"], {"Content-Range": f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}"}
+    where = opened.headers["Location"] + "&quoted=as%2Fthe%2Fclient%2Flikes"
+    parts = {"Content-Range": f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}"}
     proxy.set("lost@create,name=resumed,times=1")
     with pytest.raises(requests.ConnectionError):
         send(where, data=CONTENT, headers=parts, timeout=10)

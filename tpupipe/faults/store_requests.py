@@ -57,6 +57,15 @@ def wants_body(method: str, target: str) -> bool:
     return method == "POST" and parts.path.startswith("/upload/") and not query.keys() & {"name", "upload_id"}
 
 
+def upload_id(target: str) -> str:
+    """The resumable upload that a request is a part of, empty for others. Clients quote the rest as they like.
+
+    >>> upload_id("/upload/storage/v1/b/data/o?uploadType=resumable&name=a%2Fb&upload_id=17")
+    '17'
+    """
+    return parse_qs(urlsplit(target).query).get("upload_id", [""])[0]
+
+
 def identify(
     method: str, target: str, head: bytes = b"", uploads: Mapping[str, tuple[str, str]] | None = None
 ) -> StoreRequest:

@@ -23,14 +23,14 @@ from yarl import URL
 
 from tpupipe.errors import UsageError
 from tpupipe.faults.store_faults import SPOILS, Decision, StoreFault, StoreFaults, decide, fresh_marks, withdrawn
-from tpupipe.faults.store_requests import CONTROL_PATH, Operation, StoreRequest, identify, wants_body
+from tpupipe.faults.store_requests import CONTROL_PATH, Operation, StoreRequest, identify, upload_id, wants_body
 
 HOST = "127.0.0.1"
 
 _HEAD_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
 _LOG_LENGTH = 1000
-_UPLOADS_REMEMBERED = 1000
+_LOST_REMEMBERED = 1000
 _DRIP_S = 0.1
 _HOP = ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect")
 _MADE_HERE = ("host", "date", "server")
@@ -52,7 +52,7 @@ class Forwarder:
         self.fired: Counter[str] = Counter()
         self.log: deque[dict[str, Any]] = deque(maxlen=_LOG_LENGTH)
         self._uploads: dict[str, tuple[str, str]] = {}
-        self._uploads_done: dict[str, tuple[int, CIMultiDict[str], bytes] | None] = {}
+        self._lost: dict[str, tuple[int, CIMultiDict[str], bytes]] = {}  # by upload: its last answer
         self._created: dict[tuple[str, str], float] = {}
         self._session: ClientSession
         self.use(faults)
@@ -118,7 +118,7 @@ class Forwarder:
         """Decides about one request and carries the decision out."""
         target = request.raw_path
         head = await _beginning(request) if wants_body(request.method, target) else b""
-        if request.method in ("PUT", "POST") and (told := self._uploads_done.get(target)) is not None:
+        if (told := self._lost.get(upload_id(target))) is not None:
             # Cloud Storage gives the answer again; the embedded server has forgotten the upload with its first answer.
             await _read_on(request)
             status, headers, body = told
@@ -155,8 +155,10 @@ class Forwarder:
             pieces: AsyncIterator[bytes] = answer.content.iter_chunked(_PIECE_BYTES)
             if kind == "lost":
                 body = await answer.read()
-                if request.raw_path in self._uploads_done:
-                    self._uploads_done[request.raw_path] = answer.status, headers, body
+                if (upload := upload_id(request.raw_path)) and answer.status in (200, 201):
+                    self._lost[upload] = answer.status, headers, body
+                    if len(self._lost) > _LOST_REMEMBERED:
+                        del self._lost[next(iter(self._lost))]
                 return _reset(request)
             if asked.operation is not Operation.DOWNLOAD and "json" in answer.content_type:
                 # An answer may name the store (selfLink, mediaLink); a client that follows must come back here.
@@ -186,10 +188,7 @@ class Forwarder:
                 return
         done = asked.operation is Operation.CREATE and answer.status in (200, 201)
         if done and (asked.begins or target in self._uploads):
-            if self._uploads.pop(target, None) is not None:
-                self._uploads_done[target] = None
-                if len(self._uploads_done) > _UPLOADS_REMEMBERED:
-                    del self._uploads_done[next(iter(self._uploads_done))]
+            self._uploads.pop(target, None)
             self._created[asked.bucket, asked.name] = time.monotonic()
 
     async def _stale(self, body: bytes, asked: StoreRequest, seconds: float) -> bytes:
