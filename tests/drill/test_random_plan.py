@@ -37,6 +37,8 @@ def test_trials_are_well_formed_and_of_every_kind():
         for text in scenario.faults:
             fault = parse_fault(text)
             seen.add(fault.action)
+            if fault.action is Action.RAISE:  # an error in the background of a save ends a run, as it should
+                assert fault.point in {"train.step", "train.updated", "save.start"}
             facts = dict(fault.when)
             if facts["stage"] == TRAIN.name:
                 assert 0 <= int(facts["step"]) <= (TRAIN.total or 0)

@@ -17,6 +17,8 @@ INTERVALS = 3
 
 _STEP_POINTS = ("train.step", "train.updated")
 _SAVE_POINTS = ("save.start", "save.arrays_written", "save.before_commit", "save.after_commit")
+# An error there is a save that failed, which ends a run, as it should.
+_IN_BACKGROUND = ("save.arrays_written", "save.before_commit", "save.after_commit")
 _UNIT_POINTS = ("unit.read", "unit.mapped", "unit.before_commit", "unit.after_commit")
 _STORE_FAULTS = (
     "503@create,rate={rate},seed={seed}",
@@ -83,7 +85,9 @@ def _of_training(rng: random.Random, facts: JobFacts, stage: StageFacts) -> tupl
     at_save = rng.random() < 0.4
     step = rng.choice(saves) if at_save else rng.randrange(total)
     point = rng.choice(_SAVE_POINTS if at_save else _STEP_POINTS)
-    actions = ["kill-worker", "kill-worker", "kill-driver", "raise", "hang", "slow"]
+    actions = ["kill-worker", "kill-worker", "kill-driver", "hang", "slow"]
+    if point not in _IN_BACKGROUND:
+        actions.append("raise")
     if facts.faked:
         actions += ["kill-host", "lose-slice", f"drain-host,deadline_s={DEADLINE_S}"]
     if point == "save.after_commit":
