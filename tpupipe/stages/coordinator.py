@@ -143,6 +143,10 @@ class _Coordinator:
             self._counts[name] = self._counts.get(name, 0) + 1
             return self._counts[name]
 
+    def counted(self, name: str) -> int:
+        with self._lock:
+            return self._counts.get(name, 0)
+
     def begin_group(self, group: str, plan: list[Any], restart: int, first_step: int) -> None:
         with self._lock:
             self._reset_group(restart)
@@ -270,6 +274,10 @@ class CoordinatorHandle:
     def count(self, name: str) -> int:
         """How often this was called with that name, over all processes."""
         return int(self._call("count", name))
+
+    def counted(self, name: str) -> int:
+        """How often ``count`` was called with that name so far."""
+        return int(self._call("counted", name))
 
     def begin_group(self, group: str, plan: Any, restart: int, first_step: int) -> None:
         """Gives a training group its work, and forgets what an earlier one had agreed on.

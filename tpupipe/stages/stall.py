@@ -28,6 +28,7 @@ STALL_TIMEOUT_S = 600.0
 COMPILE_TIMEOUT_S = 1800.0
 RESTORE_TIMEOUT_S = 1800.0
 EXIT_STATUS = 70
+PEERS_S, PEERS_EVERY_S = 3.0, 0.1  # for the others' stacks, which come within a second or so
 
 logger = logging.getLogger("tpupipe")
 
@@ -73,6 +74,8 @@ class Watchdog:
         place: Where the stacks are put.
         coordinator: Who is told.
         step: The step that is reached at first, where there are steps.
+        peers: A name and how many processes stall together under it: the end of one is that of all, so each waits a
+            little until all have told of their stacks.
         facts: Added to the event (``rank``, ``unit``).
     """
 
@@ -84,8 +87,10 @@ class Watchdog:
         coordinator: CoordinatorHandle,
         *,
         step: int | None = None,
+        peers: tuple[str, int] | None = None,
         **facts: Any,
     ) -> None:
+        self._peers = peers
         self._phase = phase if isinstance(phase, Phase) else Phase(phase)
         self._what = what
         self._place = place
@@ -131,10 +136,20 @@ class Watchdog:
     def _end(self, phase: Phase) -> None:
         try:
             self._tell(phase)
+            self._wait_for_peers()
         except Exception:
             logger.exception("a stall could not be told of")  # into the worker's own log file
         finally:
             os._exit(EXIT_STATUS)
+
+    def _wait_for_peers(self) -> None:
+        if self._peers is None:
+            return
+        name, processes = self._peers
+        self._coordinator.count(name)
+        ends = time.monotonic() + PEERS_S
+        while self._coordinator.counted(name) < processes and time.monotonic() < ends:
+            time.sleep(PEERS_EVERY_S)
 
     def _tell(self, phase: Phase) -> None:
         place = self._place

@@ -105,7 +105,8 @@ def train_worker(coordinator: CoordinatorHandle, group: str) -> None:
     rank = ray.train.get_context().get_world_rank()
     plan: TrainPlan = coordinator.plan_of(group)
     first = plan.start.commit.step if plan.start else 0
-    watchdog = Watchdog(plan.starting, f"rank {rank}", plan.target, coordinator, step=first, rank=rank)
+    together = f"stalled/{plan.stage.name}/{plan.target.restart}", ray.train.get_context().get_world_size()
+    watchdog = Watchdog(plan.starting, f"rank {rank}", plan.target, coordinator, step=first, peers=together, rank=rank)
     with reported(coordinator, reached=watchdog.reached, rank=rank), watchdog.watching():
         _set_slice_environment(plan, rank)
         arm_worker(plan.faults, coordinator, plan.target, stage=plan.stage.name, rank=rank)
