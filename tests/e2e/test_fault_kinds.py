@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import REPOSITORY, Runner
+from tests.e2e.harness import REPOSITORY, Runner, same_answer
 from tpupipe.run import RunResult
-
-
-def same_answer(one: RunResult, other: RunResult) -> None:
-    for digest in ("params_digest", "sample_digest"):
-        assert one.stages["fit"][digest] == other.stages["fit"][digest]
-    assert one.status == other.status == "done"
 
 
 def fired(runner: Runner, action: str) -> dict[str, Any]:

@@ -23,17 +23,16 @@ from tpupipe.faults.plan import parse_faults
 from tpupipe.identity import code_fingerprint
 from tpupipe.job import Job
 from tpupipe.ledger.events import read_events
-from tpupipe.preflight.aot import compile_programs, compiler_installed
+from tpupipe.preflight.aot import aot_findings
 from tpupipe.preflight.checks import guarded, iter_checks
-from tpupipe.preflight.findings import Finding, Status
+from tpupipe.preflight.findings import Finding
 from tpupipe.preflight.importing import import_alone
 from tpupipe.preflight.plan import ASSUMED_EFFICIENCY, StageEstimate, estimate, rows_of
 from tpupipe.preflight.program import Compilation
-from tpupipe.preflight.told import findings_of
 from tpupipe.resolve import Build, load_build, rebuilt, resolve
 from tpupipe.run import RunOptions, check_before_anything, endpoint_of, run
 from tpupipe.store.layout import RunPaths
-from tpupipe.store.objects import open_store
+from tpupipe.store.objects import Store, open_store
 
 GROUPS = ("topology", "zone", "job")
 """What can be looked at without the production cluster and store."""
@@ -78,28 +77,35 @@ def dry_run(
     with check_context(module, config_files, overrides, GROUPS, imported) as context:
         for finding in [
             *iter_checks(context, GROUPS, say),
-            *guarded("aot.job", lambda: _compiled(module, config, context.input_options, compilation, say)),
+            *guarded(
+                "aot.job",
+                lambda: aot_findings(
+                    module, config, input_options=context.input_options, say=say, keep=compilation.append
+                ),
+            ),
         ]:
             findings.append(finding)
             tell(finding)
 
-    measured, error = _small_run(build, small, plan, name, say)
-    trained = job_facts(small, plan.config).first("train") is not None
-    for finding in run_findings(measured, error, trained=trained):
-        findings.append(finding)
-        tell(finding)
-
-    report = DryRunReport(
-        job=module,
-        config_hash=hashed,
-        run=name,
-        notes=plan.notes,
-        findings=tuple(findings),
-        account=measured,
-        projection=_projected(config, compilation, measured),
-        seconds=time.monotonic() - began,
-    )
-    return _kept(report, small, job, plan.config)
+    with endpoint_of(plan.config, environment()) as endpoint:  # one server for the run and what is read and kept of it
+        settings = plan.config.store
+        store = open_store(settings.uri, endpoint=endpoint, timeout_s=settings.timeout_s, attempts=settings.attempts)
+        measured, error = _small_run(build, small, plan, store, name, say)
+        trained = job_facts(small, plan.config).first("train") is not None
+        for finding in run_findings(measured, error, trained=trained):
+            findings.append(finding)
+            tell(finding)
+        report = DryRunReport(
+            job=module,
+            config_hash=hashed,
+            run=name,
+            notes=plan.notes,
+            findings=tuple(findings),
+            account=measured,
+            projection=_projected(config, compilation, measured),
+            seconds=time.monotonic() - began,
+        )
+        return _kept(report, small.name, job, store)
 
 
 def _refuse(config: Config) -> None:
@@ -115,23 +121,8 @@ def _refuse(config: Config) -> None:
         )
 
 
-def _compiled(
-    module: str, config: Config, input_options: Any, kept: list[Compilation], say: Callable[[str], None]
-) -> list[Finding]:
-    """What the compiler of the production slice says; ``kept`` gets the compilation."""
-    spec = config.cluster.slice_spec()
-    if spec is None:
-        text = f"cluster.kind is {config.cluster.kind}: there is no TPU to compile for."
-        return [Finding("aot.target", Status.SKIPPED, text)]
-    if not compiler_installed():
-        hint = "pip install 'tpupipe[tpu]' brings libtpu; no TPU is needed."
-        return [Finding("aot.compiler", Status.SKIPPED, "The TPU compiler is not installed here.", hint)]
-    kept.append(compile_programs(module, config, [spec], input_options=input_options, say=say))
-    return findings_of(kept[0])
-
-
-def _small_run(
-    build: Build, job: Job, plan: Rehearsal, name: str, say: Callable[[str], None]
+def _small_run(  # noqa: PLR0917 - one caller
+    build: Build, job: Job, plan: Rehearsal, store: Store, name: str, say: Callable[[str], None]
 ) -> tuple[Account | None, str]:
     """Runs the job small with one worker killed; what it measured, or why it failed."""
     from tpupipe.cluster.connect import ship_by_value
@@ -146,10 +137,7 @@ def _small_run(
         raise
     except TpupipeError as error:
         return None, error.message
-    with endpoint_of(config, environment()) as endpoint:
-        store = open_store(config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s)
-        events = list(read_events(store, RunPaths(job.name, name)))
-    return account(asdict(result), events, faults), ""
+    return account(asdict(result), list(read_events(store, RunPaths(job.name, name))), faults), ""
 
 
 def _projected(config: Config, compilation: Sequence[Compilation], measured: Account | None) -> Any:
@@ -170,19 +158,16 @@ def _estimates(rows: Sequence[Any], work: Any) -> Iterator[StageEstimate]:
             yield found
 
 
-def _kept(report: DryRunReport, small: Job, job: Job, config: Config) -> DryRunReport:
+def _kept(report: DryRunReport, name: str, job: Job, store: Store) -> DryRunReport:
     """The report with its verdict in the run's folder."""
-    paths = RunPaths(small.name, report.run)
-    with endpoint_of(config, environment()) as endpoint:
-        store = open_store(config.store.uri, endpoint=endpoint, timeout_s=config.store.timeout_s)
-        report = replace(report, record=store.uri(paths.dry_run))
-        record = DryRunRecord(
-            config_hash=report.config_hash,
-            code=code_fingerprint(job),
-            verdict=PASSED if report.passed else FAILED,
-            at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-            run=report.run,
-            report=report.to_dict(),
-        )
-        keep(store, small.name, record)
+    report = replace(report, record=store.uri(RunPaths(name, report.run).dry_run))
+    record = DryRunRecord(
+        config_hash=report.config_hash,
+        code=code_fingerprint(job),
+        verdict=PASSED if report.passed else FAILED,
+        at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        run=report.run,
+        report=report.to_dict(),
+    )
+    keep(store, name, record)
     return report

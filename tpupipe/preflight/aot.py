@@ -246,6 +246,7 @@ def aot_findings(
     start_timeout_s: float = START_TIMEOUT_S,
     compile_timeout_s: float = COMPILE_TIMEOUT_S,
     say: Callable[[str], None] = lambda _: None,
+    keep: Callable[[Compilation], None] = lambda _: None,
 ) -> list[Finding]:
     """Compiles a job's programs for the slice of its configuration.
 
@@ -256,6 +257,7 @@ def aot_findings(
         start_timeout_s: Bound of importing the job, listing its inputs and mapping their first unit.
         compile_timeout_s: Bound of one program.
         say: Told of each program when it is done.
+        keep: Takes the compilation, if there is one.
 
     Returns:
         ``aot.<stage>`` for each training and inference stage; one ``aot.compiler``, ``aot.target`` or ``aot.job`` if
@@ -284,4 +286,5 @@ def aot_findings(
         )
     except TpupipeError as error:
         return [Finding("aot.job", Status.FAILURE, error.message, error.hint)]
+    keep(compilation)
     return findings_of(compilation)

@@ -12,7 +12,7 @@ from tpupipe.data.pretrained import Pretrained
 from tpupipe.errors import CheckFailedError, TpupipeError
 from tpupipe.job import Infer, Job, Preprocess, Train, default_params
 from tpupipe.preflight.findings import Finding, Status
-from tpupipe.preflight.parity_data import Inputs, NeedsRayError, inference_batches, job_code, training_batches
+from tpupipe.preflight.parity_data import Inputs, NeedsRayError, inference_batches, training_batches
 from tpupipe.preflight.parity_measure import (
     Difference,
     LevelReport,
@@ -22,6 +22,7 @@ from tpupipe.preflight.parity_measure import (
     inference_level,
 )
 from tpupipe.preflight.parity_precision import Level
+from tpupipe.programs.user_code import user_code
 
 LEVELS = (Level.DEFAULT, Level.HIGH)
 SHOWN = 5
@@ -115,7 +116,7 @@ def _infer_report(stage: Infer, inputs: Inputs, options: ParityConfig, levels: S
 def _initial(stage: Train) -> Any:
     import jax
 
-    with job_code("init", stage.name):
+    with user_code("init", stage.name):
         return jax.jit(stage.init)(jax.random.key(stage.seed))
 
 
@@ -124,7 +125,7 @@ def _params(stage: Infer, inputs: Inputs) -> tuple[Any, tuple[str, ...]]:
 
     if isinstance(stage.params, Pretrained):
         contents, _ = stage.params.read(inputs.options)
-        with job_code("load", stage.name):
+        with user_code("load", stage.name):
             return jax.device_put(stage.params.load(*contents)), ()
     if "/" not in stage.params:
         trained = inputs.job.stage(stage.params)
@@ -135,7 +136,7 @@ def _params(stage: Infer, inputs: Inputs) -> tuple[Any, tuple[str, ...]]:
             f"stage {stage.name!r}: params={stage.params!r} is a URI, and init= does not say what the state looks like.",
             hint="Infer(init=lm.init, ...)",
         )
-    with job_code("init", stage.name):
+    with user_code("init", stage.name):
         params = default_params(jax.jit(stage.init)(jax.random.key(0)))
     return params, (f"parameters as init makes them, not those of {stage.params}",)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +17,13 @@ from tpupipe.data.read import read_unit
 from tpupipe.data.sample import sample_units
 from tpupipe.data.sources import Source
 from tpupipe.data.stream import Stream
-from tpupipe.errors import DataError, TpupipeError, UserCodeError
+from tpupipe.errors import DataError, UserCodeError
 from tpupipe.job import Infer, Job, Preprocess, Quarantine, Train
+from tpupipe.programs.infer_batches import LENGTHS, MASK
+from tpupipe.programs.user_code import user_code
 
 Columns = dict[str, NDArray[Any]]
 
-MASK, LENGTHS = "mask", "lengths"
 MOST_UNITS = 8
 
 
@@ -70,23 +69,9 @@ class Inputs:
         if stage.map is None:
             raise NeedsRayError(f"Stage {name!r} has dataset=, which needs Ray Data.", stage=name)
         for rows in self.units(stage.source):
-            with job_code("map", name):
+            with user_code("map", name):
                 mapped = stage.map(rows)
             yield to_numpy(to_table(mapped))  # as they are read back
-
-
-@contextmanager
-def job_code(function: str, stage: str) -> Iterator[None]:
-    """Turns what the job's own function raises into a ``UserCodeError``."""
-    try:
-        yield
-    except TpupipeError:
-        raise
-    except Exception as error:
-        lines = traceback.format_exc(limit=-3)
-        raise UserCodeError(
-            f"{function} of stage {stage!r} raised {type(error).__name__}: {error}\n{lines}", stage=stage
-        ) from error
 
 
 def training_batches(stage: Train, inputs: Inputs, *, rows: int, count: int) -> list[Columns]:
@@ -202,7 +187,7 @@ def _mapped(stage: Infer, rows: Columns) -> Mapping[str, Any]:
         return rows
     while True:
         try:
-            with job_code("map", stage.name):
+            with user_code("map", stage.name):
                 mapped = mapping(rows)
         except UserCodeError:
             if not isinstance(stage.bad_rows, Quarantine) or _rows(rows) <= 1:

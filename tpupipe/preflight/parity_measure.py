@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tpupipe.errors import CheckFailedError, UserCodeError
 from tpupipe.job import Train
-from tpupipe.preflight.parity_data import MASK, Columns, job_code
+from tpupipe.preflight.parity_data import Columns
 from tpupipe.preflight.parity_precision import Level
 from tpupipe.preflight.parity_program import (
     ABSOLUTE,
@@ -24,6 +24,8 @@ from tpupipe.preflight.parity_program import (
     Operation,
     operations,
 )
+from tpupipe.programs.infer_batches import MASK
+from tpupipe.programs.user_code import user_code
 
 # The program runs a few times: the compiler's time counts, not the program's.
 _COMPILER_OPTIONS = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
@@ -311,7 +313,7 @@ class Comparison:
         import jax
 
         self._what = f"{name} of stage {stage!r}"
-        with job_code(name, stage):
+        with user_code(name, stage):
             self._closed, self.shapes = jax.make_jaxpr(function, return_shape=True)(*example)
         self._operations = operations(self._closed.jaxpr, level)
         if not measures:
