@@ -3,9 +3,10 @@
     python benchmarks/plan.py [--units 1000000] [--case CASE] [--json]
 
 The store is the project's own client of Cloud Storage with a double behind it: it answers in pages of 1000 objects with
-the JSON that Cloud Storage sends, parsed as usual. A request costs no time here; what a real one adds is
-``requests`` times its latency, and making up the answers (``double_s``) is not counted. Cases: ``compacted`` (the usual resume), ``footers`` (no compacted listing: every unit's
-footer is read), ``finished`` (the manifest of a complete stage is read).
+the JSON that Cloud Storage sends, parsed as usual. A request costs no time here; what a real one adds is ``requests``
+times its latency. Making up the answers (``double_s``) and the list of input files is not counted. Cases: ``compacted``
+(the usual resume), ``footers`` (no compacted listing: every unit's footer is read), ``finished`` (the manifest of a
+complete stage is read).
 """
 
 from __future__ import annotations
@@ -136,9 +137,9 @@ def listed_files(units: int) -> list[InputFile]:
     return [InputFile(f"gs://my-bucket/corpus/part-{i:08d}.jsonl", UNIT_BYTES, f"17{i:014d}") for i in range(units)]
 
 
-def planned(units: int) -> Sequence[Unit]:
+def planned(files: Sequence[InputFile]) -> Sequence[Unit]:
     """The units of those files."""
-    return Files("gs://my-bucket/corpus", unit_bytes=UNIT_BYTES).units_of(listed_files(units))
+    return Files("gs://my-bucket/corpus", unit_bytes=UNIT_BYTES).units_of(files)
 
 
 def footer(unit: Unit) -> UnitFooter:
@@ -163,7 +164,7 @@ def unit_object(unit: Unit) -> bytes:
 def prepare(count: int, case: str) -> tuple[int, dict[str, bytes]]:
     """Size of a unit's object, and the other objects that the store holds before."""
     paths = RunPaths(*RUN)
-    units = planned(count)
+    units = planned(listed_files(count))
     size = len(unit_object(units[0]))
     schema = ROWS_OF_A_UNIT.schema
     if case == "compacted":
@@ -184,10 +185,12 @@ def measure(count: int, case: str) -> dict[str, Any]:
     paths = RunPaths(*RUN)
     bucket = Bucket(paths.units(STAGE), size, objects)
     store = GcsStore(StoreURI.parse("gs://my-bucket"), RetryPolicy(timeout_s=60, attempts=1), bucket)  # type: ignore[arg-type] # a double
+    files = listed_files(count)
     before_mb = _peak_mb()
     run = SimpleNamespace(store=store, paths=paths)
     began, cpu_began = time.monotonic(), time.process_time()
-    units = planned(count)
+    units = planned(files)
+    del files
     inputs_s = time.monotonic() - began
     bucket.units, bucket.committed = units, count - PENDING
     if case == "finished":

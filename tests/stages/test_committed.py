@@ -94,7 +94,7 @@ def test_a_listing_error_is_not_all_pending(run):
     """Refused is refused."""
 
     class Refuses(Counting):
-        def list(self, prefix):
+        def pages(self, prefix):
             raise StoreDeniedError(f"list {prefix}: 403.", operation="list")
 
     run.store = Refuses(run.store)

@@ -95,6 +95,7 @@ OPERATIONS = {
     "info": lambda store: store.info("there"),
     "exists": lambda store: store.exists("there"),
     "list": lambda store: list(store.list("the")),
+    "pages": lambda store: list(store.pages("the")),
     "children": lambda store: store.children("a"),
     "delete": lambda store: store.delete("there"),
     "delete_prefix": lambda store: store.delete_prefix("there"),
@@ -185,7 +186,14 @@ def test_a_lost_answer_to_a_delete_is_success(store, good, proxy):
     assert not good.exists("there")
 
 
-@pytest.mark.parametrize("ask", [lambda store: list(store.list("x/")), lambda store: store.children("x")])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: list(store.list("x/")),
+        lambda store: list(store.pages("x/")),
+        lambda store: store.children("x"),
+    ],
+)
 @pytest.mark.parametrize(
     ("fault", "error"), [(500, StoreUnavailableError), (403, StoreDeniedError), ("reset", StoreUnavailableError)]
 )
@@ -206,6 +214,11 @@ def test_a_later_page_that_fails_is_an_error(store, good, proxy, monkeypatch):
     assert [next(listing).name, next(listing).name] == ["p/0", "p/1"]
     with pytest.raises(StoreUnavailableError):
         next(listing)
+    proxy.set("503@list,after=1")
+    pages = store.pages("p/")
+    assert next(pages).names == ["p/0", "p/1"]
+    with pytest.raises(StoreUnavailableError):
+        next(pages)
 
 
 @pytest.mark.parametrize("fault", [500, 403, "reset"])

@@ -111,6 +111,18 @@ def test_an_empty_object_is_an_object(store):
     assert [(info.name, info.size) for info in store.list()] == [("empty", 0)]
 
 
+def test_pages_say_what_the_listing_says(store, monkeypatch):
+    """In columns, page by page: every object once and in order, whatever a page holds; nothing of an empty folder."""
+    for module in ("gcs", "objects"):
+        monkeypatch.setattr(f"tpupipe.store.{module}._PAGE", 2)
+    for number in range(5):
+        store.create(f"p/{number}", b"x" * number)
+    listed = [(info.name, info.size, info.crc32c, info.generation) for info in store.list("p/")]
+    assert len(listed) == 5
+    assert [row for page in store.pages("p/") for row in zip(*page, strict=True)] == listed
+    assert [row for page in store.pages("q/") for row in zip(*page, strict=True)] == []
+
+
 @pytest.mark.parametrize("operation", ["read", "info", "checksum"])
 def test_a_missing_object_is_not_found(store, operation):
     """Reading, describing or checksumming what is not there is an error naming it; exists says no."""

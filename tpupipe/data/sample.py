@@ -6,7 +6,6 @@ resumed run sees the same sample.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections import Counter
@@ -127,11 +126,9 @@ def _cut(part: Part, size: int, key: int) -> Part:
         # The head of the row range: pages of a row group can only be read in order.
         rows = part.stop - part.start
         taken = max(1, round(Fraction(rows * size, part.size_bytes)))
-        return dataclasses.replace(
-            part, stop=part.start + taken, size_bytes=max(1, round(Fraction(part.size_bytes * taken, rows)))
-        )
+        return part._replace(stop=part.start + taken, size_bytes=max(1, round(Fraction(part.size_bytes * taken, rows))))
     start = part.start + key % (part.size_bytes - size + 1)
-    return dataclasses.replace(part, start=start, stop=start + size, size_bytes=size)
+    return part._replace(start=start, stop=start + size, size_bytes=size)
 
 
 def _repack(parts: Sequence[Part], unit_bytes: int) -> list[list[Part]]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import marshal
-import operator
 import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 from tpupipe.data.listing import InputFile, input_errors, list_files, open_filesystem
 from tpupipe.errors import DataError, JobError
@@ -30,9 +29,8 @@ _BLOCK = 1024  # units
 _ID_DIGITS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of one input file.
+class Part(NamedTuple):
+    """A piece of one input file. A plain tuple: there may be a million.
 
     Attributes:
         path: Absolute local path, or a URI such as ``gs://bucket/key``.
@@ -77,7 +75,6 @@ class Unit:
 
 
 _Packed: TypeAlias = tuple[str, str, list[tuple[Any, ...]]]  # id, fingerprint, parts
-_part_values = operator.attrgetter(*Part.__dataclass_fields__)
 
 
 class Units(Sequence[Unit]):
@@ -88,12 +85,14 @@ class Units(Sequence[Unit]):
     """
 
     def __init__(self, packed: Iterable[_Packed]) -> None:
-        self._blocks: list[bytes] = []
+        self._blocks: list[tuple[bytes, bytes]] = []  # ids and fingerprints; parts
         self._length = 0
         self._open: tuple[int, list[Unit]] = (-1, [])
         iterator = iter(packed)
         while block := list(itertools.islice(iterator, _BLOCK)):
-            self._blocks.append(zlib.compress(marshal.dumps(block), 1))
+            ids, fingerprints, parts = zip(*block, strict=True)
+            # Hashes do not compress; paths do.
+            self._blocks.append((marshal.dumps((ids, fingerprints)), zlib.compress(marshal.dumps(parts), 1)))
             self._length += len(block)
 
     def __len__(self) -> int:
@@ -127,19 +126,20 @@ class Units(Sequence[Unit]):
 
     def names(self) -> Iterator[tuple[str, str]]:
         """``(id, fingerprint)`` of every unit, in order; cheaper than the units."""
-        for packed in self._blocks:
-            yield from ((unit, fingerprint) for unit, fingerprint, _ in _unpacked(packed))
+        for named, _ in self._blocks:
+            yield from zip(*_loaded(named), strict=True)
 
     def _block(self, number: int) -> list[Unit]:
+        named, parts = self._blocks[number]
         return [
-            Unit(unit, tuple(Part(*part) for part in parts), fingerprint)
-            for unit, fingerprint, parts in _unpacked(self._blocks[number])
+            Unit(unit, tuple(Part(*part) for part in its), fingerprint)
+            for unit, fingerprint, its in zip(*_loaded(named), _loaded(zlib.decompress(parts)), strict=True)
         ]
 
 
-def _unpacked(packed: bytes) -> list[_Packed]:
-    block: list[_Packed] = marshal.loads(zlib.decompress(packed))  # noqa: S302 - packed by this process
-    return block
+def _loaded(packed: bytes) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = marshal.loads(packed)  # noqa: S302 - packed by this process
+    return values
 
 
 def make_units(groups: Iterable[Sequence[Part]]) -> Units:
@@ -158,7 +158,7 @@ def _numbered(groups: Iterable[Sequence[Part]], width: int) -> Iterator[_Packed]
     for index, parts in enumerate(groups):
         covers = "\n".join([f"{p.path}\t{p.start}\t{p.stop}\t{p.kind}" for p in parts])
         content = covers + "\n" + "\n".join([f"{p.file_bytes}\t{p.version}" for p in parts])
-        yield f"{index:0{width}d}-{_hash(covers, 4)}", _hash(content, 16), list(map(_part_values, parts))
+        yield f"{index:0{width}d}-{_hash(covers, 4)}", _hash(content, 16), [tuple(part) for part in parts]
 
 
 def unit_names(units: Iterable[Unit]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ What one process holds of a unit is bounded by this, whatever the unit's size. A
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,7 +234,7 @@ def _lines(parts: Iterable[Part], size_bytes: int) -> Iterator[Part]:
             continue
         bounds = [part.start + part.size_bytes * i // pieces for i in range(pieces + 1)]
         for start, stop in pairwise(bounds):
-            yield dataclasses.replace(part, start=start, stop=stop, size_bytes=stop - start)
+            yield part._replace(start=start, stop=stop, size_bytes=stop - start)
 
 
 def _unpacks_large(part: Part, size_bytes: int) -> bool:

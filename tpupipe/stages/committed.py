@@ -208,11 +208,13 @@ def _believed(cached: CommittedUnits, listed: Iterable[pa.Table]) -> tuple[np.nd
     keys = _keys(cached.table["unit"])
     order = np.argsort(keys, kind="stable")
     believed = np.zeros(len(keys), bool)
+    columns = cached.table.select(
+        ["generation", "size_bytes"]
+    ).combine_chunks()  # or every page looks through all chunks
     others = []
     for part in listed:
         found, place = _find(keys, _keys(part["unit"]), order)
-        then = cached.table.select(["generation", "size_bytes"]).take(pa.array(place)) if len(keys) else None
-        same = found & _equal(then, part) if then is not None else found
+        same = found & _equal(columns.take(pa.array(place)), part) if len(keys) else found
         believed[place[same]] = True
         if not same.all():
             others.append(part.filter(pa.array(~same)))
@@ -270,12 +272,12 @@ def _read_cache(store: Store, paths: RunPaths, stage: str) -> CommittedUnits:
 
 
 def _listed(store: Store, prefix: str, ids: np.ndarray) -> Iterator[pa.Table]:
-    """The committed objects of the units in ``ids`` (sorted), a few thousand at a time; what else lies there is none."""
-    for infos in _batches(store.list(prefix)):
-        named = [(unit, info) for info in infos if (unit := parse_unit(info.name)) is not None]
-        columns = [[unit for unit, _ in named]]
-        columns += [[getattr(info, name) for _, info in named] for name in ("size", "crc32c", "generation")]
-        table = pa.table(columns, _LISTED)
+    """The committed objects of the units in ``ids`` (sorted), a page at a time; what else lies there is none."""
+    for page in store.pages(prefix):
+        units = [parse_unit(name) for name in page.names]
+        table = pa.table([units, page.sizes, page.crc32c, page.generations], _LISTED)
+        if table["unit"].null_count:
+            table = table.filter(table["unit"].is_valid())
         wanted, _ = _find(ids, _keys(table["unit"]))
         yield table if wanted.all() else table.filter(pa.array(wanted))
 

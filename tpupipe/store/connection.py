@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
 import json
 import os
@@ -180,7 +181,7 @@ def encode_crc32c(value: int) -> str:
 
 def decode_crc32c(text: str) -> int:
     """A crc32c from the base64 of the JSON API."""
-    return int.from_bytes(base64.b64decode(text), "big")
+    return int.from_bytes(binascii.a2b_base64(text), "big")
 
 
 def _refused(status: int, reason: str | None, more: str, headers: Mapping[str, str]) -> Failure:

@@ -28,6 +28,7 @@ from tpupipe.store.connection import (
     whole_body,
 )
 from tpupipe.store.objects import (
+    Listing,
     Names,
     ObjectInfo,
     Store,
@@ -143,6 +144,22 @@ class GcsStore(Store):
         for page in self._pages("list", check_prefix(prefix), {"fields": f"items({_ITEM}),nextPageToken"}):
             for item in page.get("items", []):
                 yield self._parsed(item)
+
+    def pages(self, prefix: str = "") -> Iterator[Listing]:
+        """See ``Store.pages``."""
+        for page in self._pages("list", check_prefix(prefix), {"fields": f"items({_ITEM}),nextPageToken"}):
+            items = page.get("items", [])
+            try:
+                yield Listing(
+                    [self._relative(item["name"]) for item in items],
+                    [int(item.get("size", 0)) for item in items],
+                    [decode_crc32c(item["crc32c"]) if "crc32c" in item else None for item in items],
+                    [str(item["generation"]) for item in items],
+                )
+            except (KeyError, ValueError, TypeError):
+                for item in items:  # says which one
+                    self._parsed(item)
+                raise
 
     def children(self, prefix: str) -> Names:
         """See ``Store.children``."""

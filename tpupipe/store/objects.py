@@ -8,7 +8,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import final
+from itertools import islice
+from typing import NamedTuple, final
 
 from tpupipe.errors import ObjectNotFoundError, UsageError
 from tpupipe.store.bucket import BucketInfo
@@ -19,7 +20,11 @@ from tpupipe.store.wiring import Endpoint
 # Classes here have a method ``list``, inside which the builtin cannot be named in annotations.
 Names = list[str]
 
+Numbers = list[int]
+Checksums = list[int | None]
+
 TEMP_PREFIX = ".tmp-"
+_PAGE = 1000
 _SLICE_BYTES = 8 << 20
 
 
@@ -44,6 +49,15 @@ class ObjectInfo:
     generation: str
     updated_s: float
     attempts: int = field(default=1, compare=False)
+
+
+class Listing(NamedTuple):
+    """A page of a listing as columns, see ``ObjectInfo``: no object per name, for there may be a million."""
+
+    names: Names
+    sizes: Numbers
+    crc32c: Checksums
+    generations: Names
 
 
 class Store(abc.ABC):
@@ -103,6 +117,12 @@ class Store(abc.ABC):
         Raises (while iterating):
             ObjectNotFoundError: The bucket (the root folder) does not exist; a prefix without objects yields nothing.
         """
+
+    def pages(self, prefix: str = "") -> Iterator[Listing]:
+        """What ``list`` gives, a page at a time as columns. Raises the same."""
+        infos = self.list(prefix)
+        while page := [(info.name, info.size, info.crc32c, info.generation) for info in islice(infos, _PAGE)]:
+            yield Listing(*map(list, zip(*page, strict=True)))
 
     @abc.abstractmethod
     def children(self, prefix: str) -> Names:
