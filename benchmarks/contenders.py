@@ -104,13 +104,17 @@ class Contenders:
 
     def bucketed(self, name: str, timeout_s: float, checkpoint: Path | None = None) -> Encoded:
         """Ray Data with buckets by hand, with or without its checkpoint."""
-        return self._ray("ray_bucketed", name, timeout_s, *([str(checkpoint)] if checkpoint else []))
+        return self._ray("ray_bucketed", name, timeout_s, "by-hand", *([str(checkpoint)] if checkpoint else []))
+
+    def packed(self, name: str, timeout_s: float) -> Encoded:
+        """The same with tpupipe's packer inside its class."""
+        return self._ray("ray_bucketed", name, timeout_s, "packed")
 
     def kill_bucketed(self, name: str, share: float, timeout_s: float, checkpoint: Path) -> int:
         """Kills the driver once ``share`` of the rows came out of the model; how many its checkpoint holds then."""
         folder, wanted = self.folder(name), share * self.work.rows
         kill_at(
-            self._ray_command("ray_bucketed", name, str(checkpoint)),
+            self._ray_command("ray_bucketed", name, "by-hand", str(checkpoint)),
             lambda: sum(call["rows"] for call in read_calls(folder / "calls")[1]) >= wanted,
             timeout_s=timeout_s,
         )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tpupipe.data.buckets import PackedBatch
 from tpupipe.errors import DataError, OutOfStepError, StageError
 from tpupipe.job import Infer
-from tpupipe.programs.infer import check_outputs, lower_apply, row_multiple
+from tpupipe.programs.infer import abstract_feed, check_outputs, lower_apply, row_multiple
 from tpupipe.programs.infer_batches import ReadyWindow, Spec, feed_of, key_of, shapes_of, told
 from tpupipe.programs.infer_rows import Columns, MappedWindow
 from tpupipe.programs.sharding import put_whole
@@ -147,16 +147,34 @@ class InferEngine:
         return self._programs[key]
 
     def _compile(self, spec: Spec, shapes: Sequence[tuple[int, int]], *, ahead: bool) -> None:
-        """Compiles for some shapes: traced one after the other, compiled side by side."""
+        """Compiles for some shapes: traced one after the other, compiled and loaded side by side."""
         began = time.monotonic()
         check_outputs(self._stage, self._params, spec, shapes[0], self._rows)
         lowered = lower_apply(self._stage, self._params, spec, shapes, self._rows, turns=self._turns)
+
+        def compile_one(each: Any, shape: tuple[int, int]) -> Any:
+            program = each.compile()
+            if self._turns is None:  # a program of several processes runs when all of them are at it
+                self._load(program, spec, shape)
+            return program
+
         with ThreadPoolExecutor(min(len(shapes), os.cpu_count() or 1)) as pool:
-            programs = list(pool.map(lambda each: each.compile(), lowered))
+            programs = list(pool.map(compile_one, lowered, shapes))
         for (rows, length), program in zip(shapes, programs, strict=True):
             self._programs[key_of(spec), rows, length] = program
         self.compilations += len(programs)
         self._on_compile(time.monotonic() - began, f"{shapes} of {told(spec)}", ahead)
+
+    def _load(self, program: Any, spec: Spec, shape: tuple[int, int]) -> None:
+        """Runs a program once over padding: its first run loads it, and the first rows should not wait for that."""
+        import jax
+
+        padding = {
+            name: np.zeros(value.shape, value.dtype)
+            for name, value in abstract_feed(self._stage, spec, shape, self._rows).items()
+        }
+        with user_code("apply", self._stage.name):
+            jax.block_until_ready(program(self._params, jax.device_put(padding, self._rows)))
 
     def _other_shape(self, ready: ReadyWindow) -> DataError:
         assert self._spec is not None  # noqa: S101 - something was compiled before
