@@ -44,6 +44,37 @@ for store in {stores}:
         assert run_python(load, devices, endpoint).split() == [str(devices)] * 4
 
 
+def test_saving_compiles_nothing_for_small_arrays_and_restores_typed_keys(tmp_path, run_python):
+    """Replicas do not share the writing of a few bytes: that would compile a program per shape. A large one is shared."""
+    said = run_python(
+        f"""
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+)
+whole = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P())
+small = {{str(n): jax.device_put(np.ones((4, n), np.float32), whole) for n in range(1, 9)}}
+small["key"] = jax.device_put(jax.random.key(5), whole)
+large = {{"l": jax.device_put(np.arange(1 << 20, dtype=np.float32), whole)}}
+store = open_store({str(tmp_path / "store")!r})
+s = saver(store)
+for step, state in ((1, small), (2, large)):
+    del compiled[:]
+    s.save(step, state, {{}})
+    print(len(compiled))
+s.close()
+for step, state in ((2, large), (1, small)):
+    (found,) = [c for c in list_checkpoints(store, paths, "lm") if c.step == step]
+    got = restore(store, found.folder, Commit.from_json(store.read(f"{{found.folder}}/COMMIT.json"), ""), abstract(state))
+    print(all(bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True)))
+""",
+        4,
+    )
+    small, large, *same = said.split()
+    assert (small, same) == ("0", ["True", "True"])
+    assert int(large) > 0
+
+
 @pytest.mark.parametrize(
     ("place", "dies"), [("gs", "in the middle of writing"), ("file", "before the record")], indirect=["place"]
 )
