@@ -9,6 +9,7 @@ FOLDER is where the stage's units are; with configs/local.yaml and run ``first``
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -39,7 +40,8 @@ def read_embeddings(folder: str) -> tuple[NDArray[np.float32], Any]:
 
 
 def embed_here(texts: list[str]) -> NDArray[np.float32]:
-    """Embed a few texts in this process, padded to the longest: ``float32[n, 384]``."""
+    """Embed a few texts in this process, on its CPU, padded to the longest: ``float32[n, 384]``."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a few questions are no work for chips, which may be in use
     import jax
 
     rows = tokenised(texts)

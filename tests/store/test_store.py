@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tpupipe.errors import ObjectExistsError, ObjectNotFoundError, StoreError, UsageError
+from tpupipe.store.objects import open_store
 
 FOLDERS = ["a", "a-", "a.b", "b", "0"]
 LEAVES = ["o", "o-1", "ö", "p q", "50%", "x+y"]
@@ -121,6 +122,15 @@ def test_pages_say_what_the_listing_says(store, monkeypatch):
     assert len(listed) == 5
     assert [row for page in store.pages("p/") for row in zip(*page, strict=True)] == listed
     assert [row for page in store.pages("q/") for row in zip(*page, strict=True)] == []
+
+
+@pytest.mark.parametrize("listing", ["list", "pages"])
+def test_a_listing_of_something_else_is_an_error(listing, monkeypatch):
+    """An object without a generation: what was said is in the error; nothing is taken for an object."""
+    store = open_store("gs://bucket/x", endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr("tpupipe.store.connection.Connection.json", lambda *_, **__: {"items": [{"name": "x/odd"}]})
+    with pytest.raises(StoreError, match=r"described .*x/odd"):
+        list(getattr(store, listing)())
 
 
 @pytest.mark.parametrize("operation", ["read", "info", "checksum"])

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from tpupipe.data.acyclic import acyclic
 from tpupipe.data.columns import to_numpy, to_table
 from tpupipe.data.schemas import merge_schemas
 from tpupipe.data.unit_writer import FOOTER_KEY, FORMAT, UnitFooter, UnitWriter
@@ -259,6 +260,7 @@ class Manifest:
         )
 
     @classmethod
+    @acyclic()
     def from_json(cls, data: bytes) -> Manifest:
         """Reads :meth:`to_json` back.
 

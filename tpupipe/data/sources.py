@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
+from tpupipe.data.acyclic import acyclic
 from tpupipe.data.listing import InputFile, input_errors, list_files, open_filesystem
 from tpupipe.errors import DataError, JobError
 
@@ -148,10 +149,11 @@ def make_units(groups: Iterable[Sequence[Part]]) -> Units:
     Args:
         groups: The parts of each unit, in input order; taken one by one.
     """
-    units = Units(_numbered(groups, _ID_DIGITS))
-    if len(units) > 10**_ID_DIGITS:  # known only now; ids must sort in input order
-        units = Units(_numbered((unit.parts for unit in units), len(str(len(units) - 1))))
-    return units
+    with acyclic():
+        units = Units(_numbered(groups, _ID_DIGITS))
+        if len(units) > 10**_ID_DIGITS:  # known only now; ids must sort in input order
+            units = Units(_numbered((unit.parts for unit in units), len(str(len(units) - 1))))
+        return units
 
 
 def _numbered(groups: Iterable[Sequence[Part]], width: int) -> Iterator[_Packed]:

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tpupipe.data.acyclic import acyclic
 from tpupipe.data.chunks import UnitFooter
 from tpupipe.data.sources import Unit, unit_names
 from tpupipe.errors import DataError, ObjectNotFoundError, RunChangedError, StoreError
@@ -145,7 +146,8 @@ def resume_units(
         RunChangedError: A committed unit was made from other input or parameters.
         DataError: An object is not the unit that its name says.
     """
-    ids, fingerprints = _names(units)
+    with acyclic():
+        ids, fingerprints = _names(units)
     cached = _read_cache(run.store, run.paths, stage)
     believed, others = _believed(cached, _listed(run.store, run.paths.units(stage) + "/", ids))
     known = cached if believed.all() else CommittedUnits(cached.table.filter(pa.array(believed)), cached.schemas)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,12 +25,12 @@ from tpupipe.stages.committed import Compaction
 from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
 from tpupipe.stages.lockstep import Lockstep
+from tpupipe.stages.progress import UnitProgress
 from tpupipe.stages.retry import charge, loss_of
 from tpupipe.stages.unit_failures import Next, UnitFailures, died_error
 
 IN_FLIGHT = 3  # one is read, one computed, one written
 POLL_S = 0.5
-TELL_EVERY_S = 2.0
 GET_TIMEOUT_S = 300.0
 
 
@@ -123,7 +122,7 @@ class InferPool:
         wanted = {unit.id for unit in pending}
         self._positions = {unit.id: index for index, unit in enumerate(units) if unit.id in wanted}
         done: list[UnitDone] = []
-        told = time.monotonic()
+        progress = UnitProgress(self._run, self._stage.name, len(pending))
         try:
             self._start_all(min(len(pending), len(self._copies())))
             while self._queue or self._suspects or any(worker.given for worker in self._workers):
@@ -133,10 +132,9 @@ class InferPool:
                 self._collect(done)
                 for each in done[noted:]:
                     compaction.add(each.committed)
+                    progress.add(each.committed)
                 self._book()
-                if time.monotonic() - told > TELL_EVERY_S:
-                    told = time.monotonic()
-                    self._tell("progress", f"{len(done)} of {len(pending)} units")
+                progress.tell()
         finally:
             for worker in self._workers:
                 worker.end()

@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import pickle
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told
 from tpupipe.stages.committed import Compaction, resume_units
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import units_done
+from tpupipe.stages.progress import UnitProgress
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
 from tpupipe.stages.unit_failures import UnitFailures, died_error, first_inputs, is_the_units_own
@@ -43,7 +43,6 @@ from tpupipe.stages.units import (
     write_manifest,
 )
 
-TELL_EVERY_S = 2.0
 LOOK_EVERY_S = 0.2
 
 
@@ -167,7 +166,7 @@ def _map_units(
         task, **_task_options(run, stage.name, len(items))
     )
     done: list[Committed] = []
-    told = time.monotonic()
+    progress = UnitProgress(run, stage.name, len(pending))
     for row in _rows(dataset, run, stage.name):
         answer = pickle.loads(row["committed"])  # noqa: S301 - made by our own task
         run.absorb(stage.name)
@@ -180,9 +179,8 @@ def _map_units(
         failures.success()
         done.append(answer)
         compaction.add(answer)
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
-            run.log.emit("progress", f"{stage.name}: {len(done)} of {len(pending)} units", stage=stage.name)
+        progress.add(answer)
+        progress.tell()
     run.absorb(stage.name)
     return done
 

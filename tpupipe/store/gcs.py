@@ -46,7 +46,8 @@ T = TypeVar("T")
 
 _PAGE = 1000
 _DELETERS = 8
-_ITEM = "name,size,crc32c,generation,updated"
+_COLUMNS = "name,size,crc32c,generation"
+_ITEM = f"{_COLUMNS},updated"
 
 
 @final
@@ -141,32 +142,20 @@ class GcsStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See ``Store.list``."""
-        for page in self._pages("list", check_prefix(prefix), {"fields": f"items({_ITEM}),nextPageToken"}):
-            for item in page.get("items", []):
-                yield self._parsed(item)
+        query = {"fields": f"items({_ITEM}),nextPageToken"}
+        for infos in self._pages(check_prefix(prefix), query, lambda page: [*map(self._parsed, page.get("items", []))]):
+            yield from infos
 
     def pages(self, prefix: str = "") -> Iterator[Listing]:
         """See ``Store.pages``."""
-        for page in self._pages("list", check_prefix(prefix), {"fields": f"items({_ITEM}),nextPageToken"}):
-            items = page.get("items", [])
-            try:
-                yield Listing(
-                    [self._relative(item["name"]) for item in items],
-                    [int(item.get("size", 0)) for item in items],
-                    [decode_crc32c(item["crc32c"]) if "crc32c" in item else None for item in items],
-                    [str(item["generation"]) for item in items],
-                )
-            except (KeyError, ValueError, TypeError):
-                for item in items:  # says which one
-                    self._parsed(item)
-                raise
+        return self._pages(check_prefix(prefix), {"fields": f"items({_COLUMNS}),nextPageToken"}, self._columns)
 
     def children(self, prefix: str) -> Names:
         """See ``Store.children``."""
         folder = folder_of(prefix)
         names: set[str] = set()
         query = {"delimiter": "/", "fields": "items(name),prefixes,nextPageToken"}
-        for page in self._pages("list", folder, query):
+        for page in self._pages(folder, query, _as_it_is):
             found = [item["name"] for item in page.get("items", [])] + page.get("prefixes", [])
             names.update(self._relative(name).removeprefix(folder).rstrip("/") for name in found)
         return sorted(names - {""})
@@ -195,7 +184,7 @@ class GcsStore(Store):
 
     def _require_root(self) -> None:
         if not self._connection.bucket_seen:
-            next(self._pages("list", "", {"maxResults": "1", "fields": "items(name)"}))
+            next(self._pages("", {"maxResults": "1", "fields": "items(name)"}, _as_it_is))
 
     def _run(self, operation: str, name: str, attempt: Callable[[Attempt], T]) -> tuple[T, int]:
         return run(self.policy, operation, self.uri(check_object_name(name)), attempt, failure_of)
@@ -238,23 +227,35 @@ class GcsStore(Store):
     def _info(self, name: str, limit: Attempt) -> ObjectInfo:
         return self._parsed(self._connection.json("GET", self._object(name), limit, params={"fields": _ITEM}))
 
-    def _pages(self, operation: str, prefix: str, query: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def _pages(self, prefix: str, query: dict[str, str], parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         query = {"maxResults": str(_PAGE), "prefix": self._full(prefix), **query}
         while True:
-            page = self._page(operation, query)
-            yield page
-            token = page.get("nextPageToken")
+            parsed, token = self._page(query, parse)
+            yield parsed
             if not token:
                 return
             query = {**query, "pageToken": token}
 
-    def _page(self, operation: str, query: dict[str, str]) -> dict[str, Any]:
+    def _page(self, query: dict[str, str], parse: Callable[[dict[str, Any]], T]) -> tuple[T, str | None]:
         path = f"/storage/v1/b/{self.root.bucket}/o"
 
-        def attempt(limit: Attempt) -> dict[str, Any]:
-            return self._connection.json("GET", path, limit, params=query)
+        def attempt(limit: Attempt) -> tuple[T, str | None]:
+            page = self._connection.json("GET", path, limit, params=query)
+            return parse(page), page.get("nextPageToken")
 
-        return run(self.policy, operation, f"gs://{self.root.bucket}/{query['prefix']}", attempt, failure_of)[0]
+        return run(self.policy, "list", f"gs://{self.root.bucket}/{query['prefix']}", attempt, failure_of)[0]
+
+    def _columns(self, page: dict[str, Any]) -> Listing:
+        items = page.get("items", [])
+        try:
+            return Listing(
+                [self._relative(item["name"]) for item in items],
+                [int(item.get("size", 0)) for item in items],
+                [decode_crc32c(item["crc32c"]) if "crc32c" in item else None for item in items],
+                [str(item["generation"]) for item in items],
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise AttemptError(Failure(StoreError, f"the store described objects as {items[:3]!r}")) from error
 
     def _parsed(self, item: dict[str, Any]) -> ObjectInfo:
         try:
@@ -267,3 +268,7 @@ class GcsStore(Store):
             )
         except (KeyError, ValueError, TypeError) as error:
             raise AttemptError(Failure(StoreError, f"the store described an object as {item!r}")) from error
+
+
+def _as_it_is(page: dict[str, Any]) -> dict[str, Any]:
+    return page
