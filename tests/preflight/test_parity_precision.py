@@ -51,10 +51,10 @@ def operands():
 
 @pytest.mark.parametrize("level", list(Level))
 def test_a_product_is_numpys_with_rounded_parts(level):
-    """Of 64x256 by 256x32 random numbers, to the accuracy of float32 sums."""
+    """Of 64x256 by 256x32 random numbers, to the accuracy of float32 sums, which depends on the processor."""
     a, b = operands()
     got = emulated(lambda a, b: a @ b, level, a, b)
-    np.testing.assert_allclose(got, in_numpy(a, b, level), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(got, in_numpy(a, b, level), rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize(("level", "low", "high"), [(Level.DEFAULT, 1.5e-3, 4e-3), (Level.HIGH, 1e-6, 1e-5), (Level.HIGHEST, 0, 1e-6)])  # fmt: skip

@@ -210,9 +210,7 @@ def _believed(cached: CommittedUnits, listed: Iterable[pa.Table]) -> tuple[np.nd
     keys = _keys(cached.table["unit"])
     order = np.argsort(keys, kind="stable")
     believed = np.zeros(len(keys), bool)
-    columns = cached.table.select(
-        ["generation", "size_bytes"]
-    ).combine_chunks()  # or every page looks through all chunks
+    columns = cached.table.select(["generation", "size_bytes"]).combine_chunks()  # taken from once a page
     others = []
     for part in listed:
         found, place = _find(keys, _keys(part["unit"]), order)
