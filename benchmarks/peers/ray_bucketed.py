@@ -108,7 +108,7 @@ def main(
     context.enable_progress_bars = False
     if checkpoint is not None:
         context.checkpoint_config = CheckpointConfig("id", checkpoint, delete_checkpoint_on_success=False)
-    ds = ray.data.read_parquet(rows)
+    ds = ray.data.read_parquet(rows, override_num_blocks=work.units)  # or small files are one block, for one actor
     ds = ds.map_batches(
         Encoder,
         fn_constructor_args=(weights, work, str(folder / "calls")),

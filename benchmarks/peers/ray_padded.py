@@ -71,7 +71,7 @@ def main(work: RowsWork, rows: str, weights: str, folder: Path, address: str) ->
     """Encodes all rows."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    ds = ray.data.read_parquet(rows)
+    ds = ray.data.read_parquet(rows, override_num_blocks=work.units)  # or small files are one block, for one actor
     ds = ds.map_batches(
         Encoder,
         fn_constructor_args=(weights, work.padded_rows, str(folder / "calls")),

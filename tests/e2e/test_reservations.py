@@ -85,7 +85,7 @@ def test_a_topology_that_ray_does_not_know_is_refused_without_a_cluster() -> Non
         check_slice(SliceSpec("v6e", "3x5", chips_per_vm=5))
 
 
-@pytest.mark.parametrize("where", ["map", "step"])
+@pytest.mark.parametrize("where", ["map", pytest.param("step", marks=pytest.mark.soak)])
 def test_an_exception_of_the_job_gives_the_slice_back(runner: Runner, where: str) -> None:
     """The function's own error and stage are named, the slice is free, and the next run starts."""
     with pytest.raises(UserCodeError, match="the job's own mistake") as error:

@@ -149,6 +149,7 @@ def interrupt_at(runner: Runner, name: str, step: int, job: dict[str, object]) -
         thread.join()
 
 
+@pytest.mark.soak
 def test_sigterm_saves_and_a_damaged_newest_checkpoint_is_passed_over(runner: Runner, undisturbed: RunResult) -> None:
     """SIGTERM saves the step it interrupts; with that checkpoint damaged, the run goes on from the one before it.
 

@@ -13,6 +13,7 @@ def stacks(runner: Runner) -> list[bytes]:
     return [runner.store.read(i.name) for i in runner.store.list(runner.paths("a").stage("fit") + "/stalls/")]
 
 
+@pytest.mark.soak  # tests/stages/test_stall.py has the bounds of each phase
 def test_a_hanging_step_and_a_hanging_restore_are_ended_told_and_done_again(
     runner: Runner, undisturbed: RunResult
 ) -> None:

@@ -32,6 +32,7 @@ def submit(runner: Runner, name: str, config: Config) -> tuple[JobStatus, str]:
     return status, client.get_job_logs(job)
 
 
+@pytest.mark.soak
 def test_a_submitted_job_and_python_m_are_the_same_run(runner: Runner) -> None:
     """Submitted, it makes the run in the store that the warm cluster belongs to; ``python -m`` finds it complete."""
     config = runner.config({"rows": 40, "steps": 4})

@@ -192,6 +192,7 @@ def start():
     return {"w": jnp.zeros((1,)), "v": jnp.linspace(0.11, 0.87, 8)}
 
 
+@pytest.mark.soak  # the same as the five-minute example below, on the larger model
 def test_the_demo_model_passes():
     """The training step and the scoring of jobs.stdlib_lm, smaller, on real text: no failure, no warning."""
     job = stdlib_lm.build(stdlib_lm.Params(width=16, layers=2, heads=2, seq_len=32, batch_size=8))
