@@ -149,11 +149,10 @@ def make_units(groups: Iterable[Sequence[Part]]) -> Units:
     Args:
         groups: The parts of each unit, in input order; taken one by one.
     """
-    with acyclic():
-        units = Units(_numbered(groups, _ID_DIGITS))
-        if len(units) > 10**_ID_DIGITS:  # known only now; ids must sort in input order
-            units = Units(_numbered((unit.parts for unit in units), len(str(len(units) - 1))))
-        return units
+    units = Units(_numbered(groups, _ID_DIGITS))
+    if len(units) > 10**_ID_DIGITS:  # known only now; ids must sort in input order
+        units = Units(_numbered((unit.parts for unit in units), len(str(len(units) - 1))))
+    return units
 
 
 def _numbered(groups: Iterable[Sequence[Part]], width: int) -> Iterator[_Packed]:
@@ -241,7 +240,7 @@ class Files(Source):
         storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002 - as above
     ) -> Sequence[Unit]:
         """See :meth:`Source.units_of`."""
-        return make_units(_pack(files, self.unit_bytes, splittable=self.mode == "text"))
+        return _packed_units(files, self.unit_bytes, splittable=self.mode == "text")
 
 
 @dataclass(frozen=True, init=False)
@@ -276,7 +275,7 @@ class JsonLines(Source):
         storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002 - as above
     ) -> Sequence[Unit]:
         """See :meth:`Source.units_of`."""
-        return make_units(_pack(files, self.unit_bytes, splittable=True))
+        return _packed_units(files, self.unit_bytes, splittable=True)
 
 
 @dataclass(frozen=True, init=False)
@@ -350,6 +349,11 @@ class Parquet(Source):
 
 
 # -- cutting --------------------------------------------------------------------------------
+
+
+def _packed_units(files: Sequence[InputFile], unit_bytes: int, *, splittable: bool) -> Units:
+    with acyclic():  # nothing is read here
+        return make_units(_pack(files, unit_bytes, splittable))
 
 
 def _pack(files: Sequence[InputFile], unit_bytes: int, splittable: bool) -> Iterator[tuple[Part, ...]]:

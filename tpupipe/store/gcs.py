@@ -251,7 +251,7 @@ class GcsStore(Store):
             return Listing(
                 [self._relative(item["name"]) for item in items],
                 [int(item.get("size", 0)) for item in items],
-                [decode_crc32c(item["crc32c"]) if "crc32c" in item else None for item in items],
+                [_checksum(item) for item in items],
                 [str(item["generation"]) for item in items],
             )
         except (KeyError, ValueError, TypeError) as error:
@@ -262,12 +262,16 @@ class GcsStore(Store):
             return ObjectInfo(
                 name=self._relative(item["name"]),
                 size=int(item.get("size", 0)),
-                crc32c=decode_crc32c(item["crc32c"]) if "crc32c" in item else None,
+                crc32c=_checksum(item),
                 generation=str(item["generation"]),
                 updated_s=datetime.fromisoformat(item["updated"]).timestamp(),
             )
         except (KeyError, ValueError, TypeError) as error:
             raise AttemptError(Failure(StoreError, f"the store described an object as {item!r}")) from error
+
+
+def _checksum(item: dict[str, Any]) -> int | None:
+    return decode_crc32c(item["crc32c"]) if "crc32c" in item else None
 
 
 def _as_it_is(page: dict[str, Any]) -> dict[str, Any]:
