@@ -14,11 +14,21 @@ from tpupipe.local.server import embedded_store
 from tpupipe.store.objects import open_store
 from tpupipe.store.wiring import fsspec_options, process_environment
 
+REPLACED = {
+    "files": "text/a.txt",
+    "json": "lines/b.jsonl",
+    "parquet": "table/a.parquet",
+    "odd names": "odd/a#1?b:c d.txt",
+    "binary": "text/b/c.txt",
+}
+
 PROGRAM = """
 import json, sys
+import gcsfs
 from tpupipe.data.read import read_unit
 from tpupipe.data.sample import sample_units
 from tpupipe.data.sources import Files, JsonLines, Parquet
+from tpupipe.data.windows import read_windows
 from tpupipe.errors import TpupipeError
 
 options = json.loads(sys.argv[1])
@@ -28,6 +38,7 @@ sources = {
     "pieces": Files("gs://inputs/lines/a.jsonl", unit_bytes=70_000),
     "json": JsonLines("gs://inputs/lines", unit_bytes=70_000),
     "parquet": Parquet("gs://inputs/table/*.parquet", columns=["i"]),
+    "odd names": Files("gs://inputs/odd"),
     "none": Files("gs://inputs/nothing/*"),
     "no bucket": Files("gs://elsewhere/*"),
 }
@@ -49,6 +60,20 @@ for name, source in sources.items():
         "values": [v.decode() if isinstance(v, bytes) else v for v in values],
         "sampled": sum(t.num_rows for t in sample),
     }
+# Another client replaces objects by others of the same size; what this one has listed does not hide it.
+other = gcsfs.GCSFileSystem(**options, skip_instance_cache=True)
+replaced = json.loads(sys.argv[2])
+for name, path in replaced.items():
+    source = sources[name]
+    units = source.units(storage_options=options)
+    other.pipe_file(f"inputs/{path}", other.cat_file(f"inputs/{path}"))
+    result[name]["changed"] = []
+    for read in (read_unit, lambda *of, **how: list(read_windows(*of, **how))):
+        try:
+            for unit in units:
+                read(source, unit, storage_options=options)
+        except TpupipeError as error:
+            result[name]["changed"].append(f"{type(error).__name__}: {error.message}")
 print(json.dumps(result))
 """
 
@@ -60,6 +85,8 @@ def read(tmp_path_factory):
         store = open_store("gs://inputs", endpoint=endpoint)
         store.create("text/a.txt", "é\n".encode())
         store.create("text/b/c.txt", b"")
+        store.create("odd/a#1?b:c d.txt", b"odd")
+        store.create("odd/b.txt", b"even")
         store.create("lines/a.jsonl", b"".join(b'{"i": %d, "x": "%s"}\n' % (i, b"y" * 1000) for i in range(300)))
         store.create("lines/b.jsonl", b'{"i": 300, "x": ""}')
         sink = io.BytesIO()
@@ -68,7 +95,7 @@ def read(tmp_path_factory):
         environment = os.environ | process_environment(endpoint)
         options = json.dumps(fsspec_options("gs://inputs", endpoint))
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, options], env=environment, capture_output=True, text=True, timeout=120,
+            [sys.executable, "-c", PROGRAM, options, json.dumps(REPLACED)], env=environment, capture_output=True, text=True, timeout=120,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -103,6 +130,20 @@ def test_parquet_rows(read):
     assert read["parquet"]["values"] == list(range(1000))
     assert len(read["parquet"]["units"]) == 3
     assert 50 <= read["parquet"]["sampled"] <= 150
+
+
+def test_odd_names(read):
+    """A name that looks like one with a version or a query is a name."""
+    assert read["odd names"]["values"] == ["odd", "even"]
+    assert read["odd names"]["versions"]
+
+
+@pytest.mark.parametrize(("name", "path"), REPLACED.items())
+def test_replaced_objects(read, name, path):
+    """An object replaced after it was listed is an error, even by one of its size and by way of a client that listed it."""
+    assert len(read[name]["changed"]) == 2
+    for told in read[name]["changed"]:
+        assert told.startswith(f"DataError: The input gs://inputs/{path} changed since it was listed")
 
 
 def test_nothing_there(read):

@@ -1,10 +1,12 @@
 """Inputs become units: every byte and row once, ids that stay."""
 
+import gzip
 import json
 import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import Files, JsonLines, Parquet, Part, fingerprint_units, make_units
+from tpupipe.data.windows import read_windows
 from tpupipe.errors import DataError, JobError
 
 
@@ -141,8 +144,6 @@ def test_long_lines_cross_many_ranges(tmp_path):
 
 def test_compressed_text(tmp_path):
     """Compressed files are unpacked whole, never cut, for text and JSON lines; binary keeps the bytes."""
-    import gzip
-
     data = b'{"a": 1}\n{"a": 2}\n' * 100
     write(tmp_path, {"a.jsonl.gz": gzip.compress(data)})
     assert sum(t.num_rows for t in read_all(JsonLines(tmp_path, unit_bytes=10))) == 200
@@ -198,25 +199,89 @@ def test_parquet_errors(tmp_path):
         Parquet(tmp_path).units()
 
 
-@pytest.mark.parametrize("kind", ["text", "binary", "json", "parquet"])
-@pytest.mark.parametrize("change", ["gone", "shorter"])
-def test_changed_inputs_are_errors(tmp_path, kind, change):
-    """A file that vanished or shrank after listing is an error, not fewer rows."""
-    path = tmp_path / "a"
+def changing(path, kind):
+    """A file of that kind, and a source that reads it."""
     if kind == "parquet":
         pq.write_table(pa.table({"i": list(range(1000))}), path)
     else:
-        path.write_bytes(b'{"i": 1}\n' * 1000)
-    source = {
+        data = b'{"i": 1}\n' * 1000
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return {
         "text": Files(path), "binary": Files(path, mode="binary"), "json": JsonLines(path), "parquet": Parquet(path),
     }[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["text", "binary", "json", "parquet"])
+@pytest.mark.parametrize("change", ["gone", "shorter", "longer", "same size", "touched"])
+@pytest.mark.parametrize("name", ["a", "a.gz"])
+def test_changed_inputs_are_errors(tmp_path, kind, change, name):
+    """A file that is not the one listed is an error, not other rows under its fingerprint; read at once or in windows."""
+    path = tmp_path / name
+    source = changing(path, kind)
     (unit,) = source.units()
+    data = path.read_bytes()
     if change == "gone":
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match="does not exist" if change == "gone" else "changed since"):
+        made = {"shorter": data[:-9], "longer": data + data[-9:], "same size": data.replace(b"1", b"2")}
+        path.write_bytes(made.get(change, data))
+        os.utime(path, ns=(1, 1))
+    for read in (read_unit, lambda *of: list(read_windows(*of)), lambda *of: list(read_windows(*of, size_bytes=500))):
+        with pytest.raises(DataError, match="does not exist" if change == "gone" else "changed since") as caught:
+            read(source, unit)
+        assert caught.value.data["path"] == str(path)
+    if change == "touched":
+        assert f"version {unit.parts[0].version}: it has version 1." in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, kind):
+    """The first windows are given; the end says that not all rows were of one version."""
+    path = tmp_path / ("a.gz" if kind == "json" else "a")
+    source = changing(path, kind)
+    windows = read_windows(source, source.units()[0], size_bytes=200)
+    next(windows)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match="changed since"):
+        list(windows)
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_file_that_is_overwritten_while_it_is_read_is_not_called_damaged(tmp_path, kind):
+    """Half of one file and half of another cannot be read: what is told is that it changed."""
+    path = tmp_path / ("a.gz" if kind == "json" else "a")
+    values = np.random.default_rng(0).integers(0, 99, 400_000)  # more than is read ahead
+    if kind == "json":
+        path.write_bytes(gzip.compress("".join(f'{{"i": {value}}}\n' for value in values).encode(), 1))
+    else:
+        pq.write_table(pa.table({"i": values}), path, compression="none", use_dictionary=False, data_page_size=1000)
+    source = JsonLines(path) if kind == "json" else Parquet(path)
+    windows = read_windows(source, source.units()[0], size_bytes=10_000)
+    next(windows)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(DataError, match="changed since"):
+        list(windows)
+
+
+def test_an_empty_file_that_was_filled_is_an_error(tmp_path):
+    """Nothing is read of it, and all the same it is not what it was."""
+    write(tmp_path, {"a.txt": b"", "b.txt": b"b"})
+    source = Files(tmp_path)
+    (unit,) = source.units()
+    write(tmp_path, {"a.txt": b"a"})
+    with pytest.raises(DataError, match=r"a\.txt changed since it was listed with 0 bytes"):
         read_unit(source, unit)
+
+
+def test_parts_without_a_version_are_not_checked(tmp_path):
+    """A store that tells no version: a file of the same size is taken for the same."""
+    path = tmp_path / "a"
+    for kind in ("text", "parquet"):
+        source = changing(path, kind)
+        (unit,) = source.units()
+        (unit,) = make_units([[part._replace(version="") for part in unit.parts]])
+        os.utime(path, ns=(1, 1))
+        assert read_unit(source, unit).num_rows == sum(w.table.num_rows for w in read_windows(source, unit)) > 0
 
 
 @pytest.mark.parametrize(

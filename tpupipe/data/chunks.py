@@ -113,11 +113,18 @@ def _footer(metadata: pq.FileMetaData) -> UnitFooter:
 
 
 class _ObjectFile(io.RawIOBase):
-    """A seekable view of an object that remembers what it read, so that bytes travel once."""
+    """A seekable view of an object that remembers what it read, so that bytes travel once.
 
-    def __init__(self, read: Callable[[int, int], bytes], size: int, name: str) -> None:
+    Args:
+        read: Gives bytes [start, stop).
+        size: Of the object.
+        name: Of the object, for messages.
+        remember: Whether to; if not, only the end is kept.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, name: str, *, remember: bool = True) -> None:
         super().__init__()
-        self._read, self._size, self._name = read, size, name
+        self._read, self._size, self._name, self._remember = read, size, name, remember
         self._segments: list[tuple[int, bytes]] = []
         self._at = 0
 
@@ -129,7 +136,8 @@ class _ObjectFile(io.RawIOBase):
         data = self._read(start, stop)
         if len(data) != stop - start:
             raise DataError(f"{self._name} is cut short: no bytes {start} to {stop}.", path=self._name)
-        self._segments.append((start, data))
+        if self._remember or not self._segments:  # the end comes first
+            self._segments.append((start, data))
         return data
 
     def fetch_tail(self) -> None:
@@ -158,9 +166,16 @@ class _ObjectFile(io.RawIOBase):
         return data
 
 
-def object_file(store: Store, name: str, size_bytes: int) -> io.RawIOBase:
-    """An object as a seekable file whose end is already read: for :func:`decode_footer` without the body."""
-    file = _ObjectFile(lambda start, stop: store.read(name, start, stop), size_bytes, name)
+def object_file(store: Store, name: str, size_bytes: int, *, remember: bool = True) -> io.RawIOBase:
+    """An object as a seekable file whose end is already read: for :func:`decode_footer` without the body.
+
+    Args:
+        store: Where it is.
+        name: Its name.
+        size_bytes: Its size.
+        remember: Whether what else is read stays in memory, so that it is not fetched again.
+    """
+    file = _ObjectFile(lambda start, stop: store.read(name, start, stop), size_bytes, name, remember=remember)
     file.fetch_tail()
     return file
 

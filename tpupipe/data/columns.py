@@ -80,6 +80,9 @@ def is_numeric(values: NDArray[Any]) -> bool:
 def as_array(name: str, values: Any) -> NDArray[Any]:
     """A column as an array; a list of lists or arrays becomes an object array of its rows.
 
+    So does an object array of more dimensions, which numpy makes of rows that happen to have one length; the dtype that
+    the rows had is lost then, and is inferred from the values.
+
     Raises:
         DataError: It is a single value.
     """
@@ -91,7 +94,26 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
     array = np.array(values, object) if isinstance(values, (list, tuple)) and None in values else np.asarray(values)
     if array.ndim == 0:
         raise DataError(f"Column {name!r} is a single {array.dtype} value; columns are arrays with rows first.")
-    return array
+    return _rows_of_objects(array) if array.dtype == object and array.ndim > 1 else array
+
+
+def _rows_of_objects(values: NDArray[Any]) -> NDArray[Any]:
+    """``object[N, ...]`` as ``object[N]`` of arrays of numbers, or of objects where they are something else."""
+    rows = np.empty(len(values), object)
+    if not values.size:
+        for i in range(len(rows)):
+            rows[i] = values[i].tolist()  # lists: nothing tells a dtype
+        return rows
+    flat = values.reshape(-1).tolist()
+    kinds = {type(value) for value in flat}
+    others = (np.flexible, np.datetime64, np.timedelta64)
+    numbers = all(
+        issubclass(kind, (bool, int, float, complex, np.generic)) and not issubclass(kind, others) for kind in kinds
+    )
+    typed = np.array(flat).reshape(values.shape) if numbers else values
+    for i in range(len(rows)):
+        rows[i] = typed[i]
+    return rows
 
 
 def _encode(values: NDArray[Any]) -> pa.Array:

@@ -99,6 +99,20 @@ def list_files(
     return [found[path] for path in sorted(found)]
 
 
+def present_file(fs: Any, path: str, info: Mapping[str, Any] | None = None) -> InputFile:
+    """A file as listing it now would give it.
+
+    Args:
+        fs: Its file system.
+        path: Where it is, as it was listed.
+        info: What the file system told of it a moment ago; by default it is asked.
+    """
+    if info is None:
+        fs.invalidate_cache(path)  # it may hold what was listed
+        info = fs.info(path)
+    return _input_file(fs, path, info)
+
+
 def _match(fs: Any, pattern: str) -> list[InputFile]:
     import fsspec
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tpupipe.data.listing import input_errors, open_filesystem
+from tpupipe.data.listing import InputFile, input_errors, open_filesystem, present_file
+from tpupipe.data.parquet_rows import bounded_tables, covering_groups, no_rows
 from tpupipe.data.sources import (
     COMPRESSED,
     Files,
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 65_536  # read past the end of a range in the same request: most lines end within it
 _PAGE_BUFFER_BYTES = 65_536
 _HEAD_ROWS = 1024
+_ASKING_THREADS = 32
+_PLAIN_NAME = re.compile(r"gs://[^/]+/\w[\w./=-]*")  # gcsfs takes the rest for a URL: "#", "?" and ":" would be its own
 
 
 def read_unit(
@@ -132,9 +137,17 @@ def _parse_json(data: bytes) -> pa.Table:
 
 
 def _read_parquet(source: Parquet, unit: Unit, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
+    return join_tables(unit, [_read_rows(source, part, filesystem, storage_options) for part in unit.parts])
+
+
+def join_tables(unit: Unit, tables: Sequence[pa.Table]) -> pa.Table:
+    """One table of those of a unit's parts.
+
+    Raises:
+        DataError: The types of two do not go together.
+    """
     import pyarrow as pa
 
-    tables = [_read_rows(source, part, filesystem, storage_options) for part in unit.parts]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -143,66 +156,68 @@ def _read_parquet(source: Parquet, unit: Unit, filesystem: Any, storage_options:
 
 
 def _read_rows(source: Parquet, part: Part, filesystem: Any, storage_options: Mapping[str, Any] | None) -> pa.Table:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    fs = open_filesystem(part.path, filesystem, storage_options)
-    with input_errors("read", part.path), fs.open(part.path, "rb") as handle:
-        if handle.size != part.file_bytes:
-            raise _changed(part, f"it has {handle.size} bytes")
+    with _parquet_handle(part, open_filesystem(part.path, filesystem, storage_options)) as handle:
+        file = pq.ParquetFile(handle, pre_buffer=True)
+        columns = _columns(source, part, file.schema_arrow)
+        groups, skip, rows = _row_groups(part, file.metadata)
+        wanted = part.stop - part.start
+        if rows == skip + wanted or not groups:
+            return file.read_row_groups(groups, columns=columns).slice(skip)
+        return _read_head(handle, groups, columns, skip + wanted).slice(skip)
+
+
+@contextmanager
+def _parquet_handle(part: Part, fs: Any) -> Iterator[Any]:
+    import pyarrow as pa
+
+    with _opened(part, fs) as handle:
         try:
-            file = pq.ParquetFile(handle, pre_buffer=True)
-            columns = _columns(source, part, file.schema_arrow)
-            groups, skip = _row_groups(part, file.metadata)
-            wanted = part.stop - part.start
-            covered = sum(file.metadata.row_group(index).num_rows for index in groups)
-            if covered == skip + wanted or not groups:
-                return file.read_row_groups(groups, columns=columns).slice(skip)
-            return _read_head(handle, groups, columns, skip + wanted).slice(skip)
+            yield handle
         except pa.ArrowInvalid as error:
             raise DataError(f"{part.path} is not a readable Parquet file: {error}.", path=part.path) from error
 
 
-def _row_groups(part: Part, metadata: Any) -> tuple[list[int], int]:
-    """The row groups that hold a part's rows, and how many rows of the first come before them."""
-    groups: list[int] = []
-    first = position = 0
-    for index in range(metadata.num_row_groups):
-        rows = metadata.row_group(index).num_rows
-        if position < part.stop and position + rows > part.start:
-            first = position if not groups else first
-            groups.append(index)
-        position += rows
-    if part.stop > position:
-        raise _changed(part, f"it has {position} rows")
-    return groups, part.start - first
+def _row_groups(part: Part, metadata: Any) -> tuple[list[int], int, int]:
+    """The row groups that hold a part's rows, how many rows of the first come before them, and how many they have."""
+    if part.stop > metadata.num_rows:
+        raise _changed(part, f"it has {metadata.num_rows} rows")
+    groups, skip = covering_groups(metadata, part.start, part.stop)
+    return groups, skip, sum(metadata.row_group(index).num_rows for index in groups)
 
 
-def parquet_batches(
-    source: Source, part: Part, rows: int, storage_options: Mapping[str, Any] | None
+def parquet_tables(
+    source: Source, part: Part, *, rows: int, size_bytes: int, storage_options: Mapping[str, Any] | None
 ) -> Iterator[pa.Table]:
-    """A part of a Parquet file, so many rows at a time, page by page. Raises as :func:`read_unit`."""
-    import pyarrow as pa
+    """A part of a Parquet file, so many rows and bytes at a time, page by page. Raises as :func:`read_unit`.
+
+    Args:
+        source: The source.
+        part: What to read.
+        rows: See :func:`tpupipe.data.parquet_rows.bounded_tables`.
+        size_bytes: As ``rows``.
+        storage_options: Arguments for the path's file system.
+
+    Returns:
+        At least one table; a part without rows gives one without rows, which carries the schema.
+    """
     import pyarrow.parquet as pq
 
-    fs = open_filesystem(part.path, None, storage_options)
-    with input_errors("read", part.path), fs.open(part.path, "rb") as handle:
-        if handle.size != part.file_bytes:
-            raise _changed(part, f"it has {handle.size} bytes")
-        try:
-            file = pq.ParquetFile(handle, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES)
-            columns = _columns(source, part, file.schema_arrow)
-            groups, skip = _row_groups(part, file.metadata)
-            left = part.stop - part.start
-            for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=columns, use_threads=False):
-                table = pa.Table.from_batches([batch]).slice(skip)
-                skip = max(skip - batch.num_rows, 0)
-                table = table.slice(0, left)
-                left -= table.num_rows
-                if table.num_rows:
-                    yield table
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{part.path} is not a readable Parquet file: {error}.", path=part.path) from error
+    with _parquet_handle(part, open_filesystem(part.path, None, storage_options)) as handle:
+        metadata = pq.read_metadata(handle)
+        groups, skip, count = _row_groups(part, metadata)
+        # A small part is fetched at once: that takes a few requests and not one per page.
+        at_once = part.size_bytes * 2 <= size_bytes and count == skip + part.stop - part.start
+        file = pq.ParquetFile(
+            handle, metadata=metadata, pre_buffer=at_once, buffer_size=0 if at_once else _PAGE_BUFFER_BYTES
+        )
+        columns = _columns(source, part, file.schema_arrow)
+        if not groups:
+            yield no_rows(file, columns)
+        yield from bounded_tables(
+            file, part.start, part.stop, rows=rows, size_bytes=size_bytes, columns=columns, use_threads=at_once
+        )
 
 
 def _read_head(handle: Any, groups: list[int], columns: list[str] | None, rows: int) -> pa.Table:
@@ -242,26 +257,47 @@ def read_parts(
     """Content of file and line ranges, fetched together where the file system can; unpacked if asked."""
     wanted = [part for part in parts if part.size_bytes > 0]  # an empty object refuses any range
     found: dict[Part, bytes] = {}
+    unsure = {part for part in parts if part.size_bytes <= 0}
     if wanted:
-        fs = open_filesystem(wanted[0].path, filesystem, storage_options)
+        fs, paths = _addresses(wanted, filesystem, storage_options)
+        unsure.update(part for part, path in zip(wanted, paths, strict=True) if path == part.path)
         # One byte before the range tells whether a line begins at its start.
         starts = [max(part.start - 1, 0) for part in wanted]
         stops = [
             min(part.stop + _TAIL_BYTES, part.file_bytes) if part.stop < part.file_bytes else part.stop
             for part in wanted
         ]
-        paths = [part.path for part in wanted]
-        with input_errors("read", paths[0] if len(set(paths)) == 1 else f"{paths[0]} … {paths[-1]}"):
-            contents = fs.cat_ranges(paths, starts, stops, on_error="raise")
-        for part, start, stop, data in zip(wanted, starts, stops, contents, strict=True):
-            if len(data) != stop - start:
-                raise _changed(part, f"it ends at byte {start + len(data)}")
-            found[part] = _whole_lines(fs, part, start, data)
+        whose = wanted[0].path if len(set(paths)) == 1 else f"{wanted[0].path} … {wanted[-1].path}"
+        try:
+            with input_errors("read", whose):
+                contents = fs.cat_ranges(paths, starts, stops, on_error="raise")
+            for part, path, start, stop, data in zip(wanted, paths, starts, stops, contents, strict=True):
+                if len(data) != stop - start:
+                    raise _changed(part, f"it ends at byte {start + len(data)}")
+                found[part] = _whole_lines(fs, part, path, start, data)
+        except DataError:  # a file is not there: none of its name, or not in the version that was listed
+            _check_unchanged(wanted, filesystem, storage_options)
+            raise
+    _check_unchanged([part for part in parts if part in unsure], filesystem, storage_options)
     return [_unpack(part, found.get(part, b"")) if unpack else found.get(part, b"") for part in parts]
 
 
-def _whole_lines(fs: Any, part: Part, start: int, data: bytes) -> bytes:
-    """Cuts ``data``, which begins at byte ``start`` of the file, to the lines that begin in the part."""
+def _addresses(
+    parts: Sequence[Part], filesystem: Any, storage_options: Mapping[str, Any] | None
+) -> tuple[Any, list[str]]:
+    """A file system and where the parts are on it: on Cloud Storage in the version that was listed, for no request more."""
+    fs = open_filesystem(parts[0].path, filesystem, storage_options)
+    if filesystem is not None or "gs" not in fs.protocol:
+        return fs, [part.path for part in parts]
+    fs = open_filesystem(parts[0].path, None, {**(storage_options or {}), "version_aware": True})
+    return fs, [
+        f"{part.path}#{part.version}" if part.version.isdigit() and _PLAIN_NAME.fullmatch(part.path) else part.path
+        for part in parts
+    ]
+
+
+def _whole_lines(fs: Any, part: Part, path: str, start: int, data: bytes) -> bytes:
+    """Cuts ``data``, which begins at byte ``start`` of the file ``path``, to the lines that begin in the part."""
     begin = 0
     if part.start > 0:
         newline = data.find(b"\n", 0, part.stop - start)
@@ -281,7 +317,7 @@ def _whole_lines(fs: Any, part: Part, start: int, data: bytes) -> bytes:
             return data[begin:]
         step *= 2
         with input_errors("read", part.path):
-            more = fs.cat_file(part.path, start=reached, end=min(reached + step, part.file_bytes))
+            more = fs.cat_file(path, start=reached, end=min(reached + step, part.file_bytes))
         if not more:
             raise _changed(part, f"it ends at byte {reached}")
         data += more
@@ -302,12 +338,11 @@ def unpacked_stream(part: Part, storage_options: Mapping[str, Any] | None) -> It
         DataError: It changed since it was listed, or cannot be unpacked.
         StoreError: It cannot be read.
     """
-    fs = open_filesystem(part.path, None, storage_options)
-    with input_errors("read", part.path), fs.open(part.path, "rb") as handle:
-        if handle.size != part.file_bytes:
-            raise _changed(part, f"it has {handle.size} bytes")
-        with _unpacking(part, handle) as stream:
-            yield stream
+    with (
+        _opened(part, open_filesystem(part.path, None, storage_options)) as handle,
+        _unpacking(part, handle) as stream,
+    ):
+        yield stream
 
 
 @contextmanager
@@ -329,9 +364,61 @@ def _unpacking(part: Part, packed: Any) -> Iterator[Any]:
         raise DataError(f"{part.path} cannot be unpacked: {error}.", path=part.path) from error
 
 
+# -- files that change under a run ----------------------------------------------------------
+
+
+@contextmanager
+def _opened(part: Part, fs: Any) -> Iterator[Any]:
+    """A part's file, which is the one that was listed: before it is read, and still when all has been.
+
+    Raises:
+        DataError: It is another one.
+        StoreError: It cannot be read.
+    """
+    fs.invalidate_cache(part.path)  # a listing that this process made tells what was there then
+    with input_errors("read", part.path), fs.open(part.path, "rb") as handle:
+        # A remote file's handle has asked already.
+        _check_same(part, present_file(fs, part.path, getattr(handle, "details", None)))
+        try:
+            yield handle
+        except (DataError, OSError):  # half of one file and half of another are no readable file
+            _check_same(part, present_file(fs, part.path))
+            raise
+        if part.version:
+            _check_same(part, present_file(fs, part.path))
+
+
+def _check_unchanged(parts: Iterable[Part], filesystem: Any, storage_options: Mapping[str, Any] | None) -> None:
+    """Checks after reading: a file that is as it was listed now was so in between, for no version comes twice."""
+    files = list({part.path: part for part in parts if part.version}.values())
+    if not files:
+        return
+    fs = open_filesystem(files[0].path, filesystem, storage_options)
+
+    def check(part: Part) -> None:
+        with input_errors("read", part.path):
+            _check_same(part, present_file(fs, part.path))
+
+    if len(files) > 1 and getattr(fs, "async_impl", False):  # a request for each
+        with ThreadPoolExecutor(min(_ASKING_THREADS, len(files))) as pool:
+            list(pool.map(check, files))
+    else:
+        for part in files:
+            check(part)
+
+
+def _check_same(part: Part, now: InputFile) -> None:
+    if now.size_bytes != part.file_bytes:
+        raise _changed(part, f"it has {now.size_bytes} bytes")
+    if part.version and now.version != part.version:
+        raise _changed(part, f"it has version {now.version or 'unknown'}")
+
+
 def _changed(part: Part, now: str) -> DataError:
+    version = f" and version {part.version}" if part.version else ""
     return DataError(
-        f"The input {part.path} changed since it was listed with {part.file_bytes} bytes: {now}.",
-        hint="Inputs must not change during a run; write new files instead.",
+        f"The input {part.path} changed since it was listed with {part.file_bytes} bytes{version}: {now}.",
+        hint="Inputs must not change during a run; write new files instead. The next attempt lists them again.",
         path=part.path,
+        version=part.version,
     )

@@ -1,29 +1,33 @@
 """A unit in windows: so many rows and bytes at a time, in input order, with what is needed to say where a row came from.
 
-What one process holds of a unit is bounded by this, whatever the unit's size. A single row cannot be cut.
+What one process holds of a unit is bounded by this, whatever the unit's size. A single row cannot be cut, nor can a page
+of a Parquet file.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpupipe.data.chunks import decode_unit, object_file
-from tpupipe.data.read import parquet_batches, parse_json, read_parts, read_unit, rows_of_files, unpacked_stream
+from tpupipe.data.chunks import object_file
+from tpupipe.data.parquet_rows import bounded_tables, no_rows
+from tpupipe.data.read import join_tables, parquet_tables, parse_json, read_parts, rows_of_files, unpacked_stream
 from tpupipe.data.sources import COMPRESSED, Files, JsonLines, Part, Source, Unit
-from tpupipe.errors import DataError
+from tpupipe.errors import DataError, TpupipeError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     from tpupipe.store.objects import Store
 
 WINDOW_ROWS = 16_384
 WINDOW_BYTES = 32 << 20
 _UNPACKED = 8  # a compressed file is taken to be this many times as large unpacked
+_MIN_BUFFER_BYTES = 65_536
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def committed_windows(
         rows: See :func:`read_windows`.
         size_bytes: See :func:`read_windows`.
     """
-    return _windows(unit, _committed_pieces(store, name, total_bytes, size_bytes), rows, size_bytes)
+    return _windows(unit, _committed_pieces(store, name, total_bytes, rows, size_bytes), rows, size_bytes)
 
 
 # -- cutting --------------------------------------------------------------------------------
@@ -200,15 +204,48 @@ def _pieces(
                 yield from _unpacked(parts[0], size_bytes, storage_options)
             else:
                 yield _json(unit, parts, storage_options)
-    elif unit.size_bytes * 2 <= size_bytes or not unit.parts:  # compressed pages: about twice as large in memory
-        table = read_unit(source, unit, storage_options=storage_options)
-        yield table, [Origin(p.path, 0, p.start, p.stop - p.start) for p in unit.parts]
     else:
-        for part in unit.parts:
-            at = part.start
-            for batch in parquet_batches(source, part, rows, storage_options):
-                yield batch, [Origin(part.path, 0, at, batch.num_rows)]
-                at += batch.num_rows
+        yield from _parquet(source, unit, rows, size_bytes, storage_options)
+
+
+def _parquet(
+    source: Source, unit: Unit, rows: int, size_bytes: int, storage_options: Mapping[str, Any] | None
+) -> Iterator[_Piece]:
+    """The parts of a small unit together, as far as they are small decoded, too; one large part bit by bit."""
+    together = len(unit.parts) > 1 and unit.size_bytes * 2 <= size_bytes
+    held = _Held(unit)
+    for part in unit.parts:
+        at = part.start
+        for table in parquet_tables(source, part, rows=rows, size_bytes=size_bytes, storage_options=storage_options):
+            if held.tables and held.size_bytes + table.nbytes > size_bytes:
+                yield held.taken()
+            held.add(table, Origin(part.path, 0, at, table.num_rows))
+            at += table.num_rows
+            if not together:
+                yield held.taken()
+    if held.tables:
+        yield held.taken()
+
+
+@dataclass
+class _Held:
+    """Tables of one unit that become one piece."""
+
+    unit: Unit
+    tables: list[pa.Table] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, table: pa.Table, origin: Origin) -> None:
+        self.tables.append(table)
+        self.origins.append(origin)
+        self.size_bytes += table.nbytes
+
+    def taken(self) -> _Piece:
+        """The piece, of which nothing is held any more."""
+        tables, origins = self.tables, self.origins
+        self.tables, self.origins, self.size_bytes = [], [], 0
+        return join_tables(self.unit, tables), origins
 
 
 def _groups(parts: Iterable[Part], size_bytes: int) -> Iterator[list[Part]]:
@@ -273,20 +310,52 @@ def _unpacked(part: Part, size_bytes: int, storage_options: Mapping[str, Any] | 
                 return
 
 
-def _committed_pieces(store: Store, name: str, total_bytes: int, size_bytes: int) -> Iterator[_Piece]:
+def _committed_pieces(store: Store, name: str, total_bytes: int, rows: int, size_bytes: int) -> Iterator[_Piece]:
+    import pyarrow as pa
+
+    uri, at = store.uri(name), 0
+    try:
+        for file, end in _committed_files(store, name, total_bytes, size_bytes):
+            for table in bounded_tables(file, at, end, rows=rows, size_bytes=size_bytes):
+                yield table, [Origin(uri, 0, at, table.num_rows)]
+                at += table.num_rows
+            if not file.metadata.num_rows:
+                yield no_rows(file), []
+    except TpupipeError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"A unit's object of {total_bytes} bytes, {uri}, is not readable Parquet: {error}.", path=uri
+        ) from error
+
+
+def _committed_files(
+    store: Store, name: str, total_bytes: int, size_bytes: int
+) -> Iterator[tuple[pq.ParquetFile, int]]:
+    """A unit's object opened to read the rows up to a number: up to the last, or of a large one up to the end of a chunk."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if total_bytes * 2 <= size_bytes:
-        table = decode_unit(store.read(name))
-        yield table, [Origin(store.uri(name), 0, 0, table.num_rows)]
+        file = pq.ParquetFile(pa.BufferReader(store.read(name)), page_checksum_verification=True)
+        yield file, file.metadata.num_rows
         return
-    groups = pq.ParquetFile(object_file(store, name, total_bytes)).num_row_groups
-    at = 0
-    for group in range(groups):
-        # A file of its own each time: it remembers what it has read.
-        file = pq.ParquetFile(object_file(store, name, total_bytes), page_checksum_verification=True)
-        table = file.read_row_group(group, use_threads=False)
-        yield table, [Origin(store.uri(name), 0, at, table.num_rows)]
-        at += table.num_rows
+    source = object_file(store, name, total_bytes, remember=False)
+    metadata = pq.read_metadata(source)
+    # Of a large chunk there is a request per buffer, and a buffer per column; a small one is fetched at once.
+    buffer_bytes = max(_MIN_BUFFER_BYTES, size_bytes // (4 * max(metadata.num_columns, 1)))
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     if not groups:
-        yield pq.ParquetFile(object_file(store, name, total_bytes)).schema_arrow.empty_table(), []
+        yield pq.ParquetFile(source, metadata=metadata), 0
+    ends = accumulate(group.num_rows for group in groups)
+    for group, end in zip(groups, ends, strict=True):
+        packed_bytes = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+        at_once = packed_bytes * 4 <= size_bytes
+        file = pq.ParquetFile(
+            source,
+            metadata=metadata,
+            pre_buffer=at_once,
+            buffer_size=0 if at_once else buffer_bytes,
+            page_checksum_verification=True,
+        )
+        yield file, end
