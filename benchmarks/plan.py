@@ -48,7 +48,7 @@ ROWS = 64
 PARAMS = "p" * 32
 GENERATION = "1764468000000000"
 ROWS_OF_A_UNIT = pa.table({"unit": pa.array(["x"] * ROWS), "row": pa.array(range(ROWS), pa.int64())})
-UPDATED = "2026-11-30T02:00:00.000Z"
+CREATED = "2026-11-30T02:00:00.000Z"
 
 
 class Bucket:
@@ -129,7 +129,7 @@ class _Answer:
 
 def _item(name: str, size: int) -> dict[str, str]:
     checksum = base64.b64encode(b"\0\0\0\1").decode()
-    return {"name": name, "size": str(size), "crc32c": checksum, "generation": GENERATION, "updated": UPDATED}
+    return {"name": name, "size": str(size), "crc32c": checksum, "generation": GENERATION, "timeCreated": CREATED}
 
 
 def listed_files(units: int) -> list[InputFile]:

@@ -34,7 +34,7 @@ from tpupipe.config import Config, StoreConfig, environment, load_config
 from tpupipe.errors import CheckFailedError, RunHeldError, UsageError
 from tpupipe.ledger.text import human_bytes
 from tpupipe.run import endpoint_of
-from tpupipe.store.layout import RunPaths
+from tpupipe.store.layout import COMMIT_NAME, RunPaths
 from tpupipe.store.lease import Lease, acquire
 from tpupipe.store.objects import Store, open_store
 from tpupipe.store.owner import Owner
@@ -315,6 +315,7 @@ def _report(place: _Place, views: Sequence[StageView]) -> dict[str, Any]:
         "committed": sum(v.found.committed for v in everything),
         "damaged": damaged,
         "uncommitted": sum(not v.found.committed for v in everything),
+        "late": sum(v.taken_over_by is not None for v in everything),
         "newest_intact": {
             view.stage: place.store.uri(view.newest_intact.found.folder) if view.newest_intact else None
             for view in views
@@ -338,6 +339,8 @@ def _print_views(place: _Place, views: Sequence[StageView], as_json: bool) -> No
     for view in everything:
         for problem in view.problems:
             _line(screen, f"damaged: {place.store.uri(f'{view.found.folder}/{problem.name}')}: {problem.problem}")
+        if view.taken_over_by is not None:
+            _line(screen, f"{_late(view)}, does not count: {place.store.uri(f'{view.found.folder}/{COMMIT_NAME}')}")
     for name in (name for view in views for name in view.other):
         _line(screen, f"not named as a checkpoint, left alone: {place.store.uri(name)}")
 
@@ -363,7 +366,7 @@ def _show_plans(place: _Place, plans: Sequence[PrunePlan], verb: str) -> None:
     else:
         _line(screen, f"nothing to delete in {place.uri}")
     for view in (v for plan in plans for v in plan.stay):
-        state = {True: "intact", False: "damaged", None: "no commit record"}[view.intact]
+        state = {True: "intact", False: "damaged", None: _late(view) or "no commit record"}[view.intact]
         _line(screen, f"stays: {view.stage} step {view.found.step}, {state}, {place.store.uri(view.found.folder)}")
 
 
@@ -380,7 +383,7 @@ def _table(title: str, views: Sequence[CheckpointView], newest: set[str]) -> Tab
             str(found.step),
             str(found.lease_epoch),
             str(found.restart),
-            "yes" if found.committed else "no record",
+            "late" if view.taken_over_by is not None else "yes" if found.committed else "no record",
             f"{intact}, newest" if found.folder in newest else intact,
             view.compared or "",
             human_bytes(view.size_bytes),
@@ -388,6 +391,10 @@ def _table(title: str, views: Sequence[CheckpointView], newest: set[str]) -> Tab
             _age(now_s - view.written_s),
         )
     return table
+
+
+def _late(view: CheckpointView) -> str:
+    return "" if view.taken_over_by is None else f"late: written after epoch {view.taken_over_by} took over"
 
 
 def _age(seconds: float) -> str:

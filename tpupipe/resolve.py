@@ -42,8 +42,8 @@ _KEYS: dict[str, tuple[type[Stage], ...]] = {
     "recompile": (Train, Infer),
     "concurrency": (Preprocess, Infer),
     "stall_timeout_s": (Preprocess, Train, Infer),
-    "compile_timeout_s": (Train,),
-    "restore_timeout_s": (Train,),
+    "compile_timeout_s": (Train, Infer),
+    "restore_timeout_s": (Train, Infer),
 }
 _DECLARED = ("batch_size", "seed", "mesh", "sharding", "parallel", "chunk_rows", "batch_rows", "recompile")
 

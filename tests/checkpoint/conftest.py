@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.places import Place
 from tpupipe.checkpoint.commit import Commit, Leaf, SavedObject
 from tpupipe.store.layout import RunPaths
+from tpupipe.store.lease import Fence
 from tpupipe.store.objects import Store, crc32c_of
 from tpupipe.store.wiring import process_environment
+
+if TYPE_CHECKING:
+    from tpupipe.checkpoint.saver import Saver
 
 STAGE = "lm"
 ROOT = Path(__file__).parents[2]
@@ -47,12 +53,34 @@ class Shelf:
 
     def put(self, step: int, epoch: int = 1, restart: int = 0) -> str:
         """Writes a committed checkpoint; gives its folder."""
-        contents = self.arrays(step, epoch, restart)
+        return self.record(self.arrays(step, epoch, restart), step, epoch, restart)
+
+    def record(self, contents: dict[str, bytes], step: int, epoch: int = 1, restart: int = 0) -> str:
+        """Commits the arrays that were written; gives the folder."""
         objects = tuple(SavedObject(n, len(d), crc32c_of(d)) for n, d in contents.items())
         commit = Commit(step, epoch, "arrays", objects, (Leaf("['w']", (2, 3), "float32"),), step * 11)
         folder = self.paths.checkpoint(STAGE, step=step, epoch=epoch, restart=restart)
         self.store.create(f"{folder}/COMMIT.json", commit.to_json())
         return folder
+
+    def lease(self, epoch: int) -> None:
+        """Takes the run, after everything that was written before by the store's clock, and before all that follows."""
+        self._moment()
+        self.store.create(self.paths.lease(epoch), b"{}")
+        self._moment()
+
+    def put_late(self, step: int, epoch: int = 1) -> str:
+        """A driver that is stopped between its last look at the lease and its record, while the next one takes over."""
+        contents = self.arrays(step, epoch)
+        self.lease(epoch + 1)
+        return self.record(contents, step, epoch)
+
+    def _moment(self) -> None:
+        """Returns when the store's clock has moved on: that of a file system may stand for some milliseconds."""
+        began_s = self.store.put("clock", b"").updated_s
+        while self.store.put("clock", b"").updated_s <= began_s:
+            time.sleep(0.001)
+        self.store.delete("clock")
 
     def damage(self, folder: str, how: str) -> None:
         """Damages one object of a checkpoint."""
@@ -87,6 +115,33 @@ def shelf(store: Store) -> Shelf:
 def file_shelf(file_store: Store) -> Shelf:
     """Checkpoints in a folder."""
     return Shelf(file_store)
+
+
+# -- savers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_saver() -> Iterator[Callable[..., Saver]]:
+    """Savers of one process; Orbax's threads are ended."""
+    from tpupipe.checkpoint.saver import Saver, SaveTarget
+
+    made = []
+
+    def make(
+        store: Store, *, restart: int = 0, epoch: int = 1, keep: int = 3, committed: list[int] | None = None
+    ) -> Saver:
+        paths = RunPaths("job", "run")
+        target = SaveTarget(store, paths, STAGE, Fence(store, paths, epoch), restart, keep, timeout_s=30)
+        told = committed if committed is not None else []
+        saver = Saver(
+            target, primary=True, combine=lambda step: step * 11, on_commit=lambda commit, _: told.append(commit.step)
+        )
+        made.append(saver)
+        return saver
+
+    yield make
+    for saver in made:
+        saver._checkpointer.close()
 
 
 # -- processes with so many devices -------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.checkpoint.verify import list_checkpoints, newest_intact
 from tpupipe.errors import CheckpointSaveError, FencedError, StoreDeniedError
+from tpupipe.faults.points import arm
 from tpupipe.store.layout import RunPaths
 from tpupipe.store.lease import Fence
 
@@ -145,27 +146,6 @@ def abstract(state):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-@pytest.fixture
-def make_saver():
-    """Savers of one process; Orbax's threads are ended."""
-    from tpupipe.checkpoint.saver import Saver, SaveTarget
-
-    made = []
-
-    def make(store, *, restart=0, epoch=1, keep=3, committed=None):
-        target = SaveTarget(store, PATHS, STAGE, Fence(store, PATHS, epoch), restart, keep, timeout_s=30)
-        told = committed if committed is not None else []
-        saver = Saver(
-            target, primary=True, combine=lambda step: step * 11, on_commit=lambda commit, _: told.append(commit.step)
-        )
-        made.append(saver)
-        return saver
-
-    yield make
-    for saver in made:
-        saver._checkpointer.close()
-
-
 class RefusesRecords:
     """The store, except that creating a COMMIT.json of some steps is refused, as without the permission for it."""
 
@@ -192,6 +172,34 @@ def test_two_quick_saves_are_both_committed(file_store, make_saver):
     assert committed == [1, 2]
     assert [f.step for f in list_checkpoints(file_store, PATHS, STAGE) if f.committed] == [2, 1]
     assert saver.last_step == 2
+
+
+def test_who_waits_for_a_save_is_told_of_progress_and_of_none_while_its_commit_hangs(file_store):
+    """Something moves until the arrays are there; then nothing does until the commit goes on."""
+    from tpupipe.checkpoint.saver import Saver, SaveTarget
+
+    hung, go, moved = threading.Event(), threading.Event(), []
+    target = SaveTarget(file_store, PATHS, STAGE, Fence(file_store, PATHS, 1), 0, 3, timeout_s=30)
+    saver = Saver(
+        target, primary=True, combine=int, on_commit=lambda *_: None, on_progress=lambda: moved.append(len(moved))
+    )
+    waiter = threading.Thread(target=saver.close)
+    arm(lambda name, _: (hung.set(), go.wait(60)) if name == "save.before_commit" else None)
+    try:
+        saver.save(1, tree(), {})
+        waiter.start()
+        assert hung.wait(30)
+        waiter.join(1.0)  # what moved before is told of by now
+        told = len(moved)
+        waiter.join(1.0)
+        assert waiter.is_alive()
+        assert 0 < len(moved) == told
+    finally:
+        go.set()
+        waiter.join(30)
+        arm(None)
+    assert not waiter.is_alive()
+    assert [f.step for f in list_checkpoints(file_store, PATHS, STAGE) if f.committed] == [1]
 
 
 def test_the_state_may_be_overwritten_as_soon_as_save_returns(jax, file_store, make_saver):

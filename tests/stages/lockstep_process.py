@@ -5,6 +5,7 @@ Arguments: address, process, and the process whose third window is another one (
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Any
@@ -37,7 +38,7 @@ def main(address: str, process: int, strayed: int) -> None:
     mesh, rows = infer_mesh(stage, jax.devices())
     weights = np.arange(32, dtype=np.float32).reshape(4, 8)
     params = put_whole(weights, state_shardings(weights, mesh, stage.sharding, stage.batch_axes))
-    engine = InferEngine(stage, params, mesh, rows, lambda *_: None)
+    engine = InferEngine(stage, params, mesh, rows, lambda *_: contextlib.nullcontext())
     got: list[Any] = []
     for start, count in ((0, 10), (7, 3), (20, 5)):
         mapped = window(start + (start == 20 and strayed == process), count)

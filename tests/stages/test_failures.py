@@ -310,6 +310,20 @@ def test_what_jax_raises_when_another_process_went_away(what):
     assert classify(RuntimeError("x"), Ending(errors=[reported(what)]), None).kind is Kind.WORKER
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        "JaxRuntimeError: INTERNAL: CpuCallback error calling callback: Traceback ...",  # jax.pure_callback that raises
+        "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory",
+        "XlaRuntimeError: INVALID_ARGUMENT: size mismatch",
+    ],
+)
+def test_what_jax_raises_about_the_program_itself(what):
+    """It would come again: charged to the job, with its step."""
+    failure = classify(RuntimeError("x"), Ending(errors=[reported(what)], step=7), None)
+    assert (failure.kind, failure.step) == (Kind.APP, 7)
+
+
 def test_the_cause_counts_not_who_spoke_first():
     """Rank 0 reports that a peer went away before rank 1 reports why it did: the job's error is the failure."""
     errors = [reported("JaxRuntimeError: connection closed by peer"), reported("ValueError: no")]

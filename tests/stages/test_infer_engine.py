@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -48,9 +51,11 @@ class Run:
         mesh = make_mesh({"data": len(jax.devices())}, jax.devices())
         self.stage, self.got, self.compiled = declared, [], []
         rows = named_sharding(mesh, "data")
-        self.engine = InferEngine(declared, jax.device_put(3, named_sharding(mesh)), mesh, rows, self.on_compile)
+        self.engine = InferEngine(declared, jax.device_put(3, named_sharding(mesh)), mesh, rows, self.compiling)
 
-    def on_compile(self, _, shapes, ahead):
+    @contextlib.contextmanager
+    def compiling(self, shapes, ahead):
+        yield
         self.compiled.append((ahead, shapes))
 
     def submit(self, mapped):
@@ -118,6 +123,41 @@ def test_another_dtype_is_refused_or_counted():
         check(computed, window([3], dtype))
     assert [ahead for ahead, _ in run.compiled] == [True, False]
     assert run.engine.compilations == 3
+
+
+def double(_, batch):
+    return {"twice": batch["tokens"] * 2}
+
+
+def kept(lengths, score):
+    """A window with a kept column beside the tokens."""
+    mapped = window(lengths)
+    is_fed = score.dtype != object
+    fed = {"tokens": mapped.fed["tokens"], **({"score": score} if is_fed else {})}
+    return replace(mapped, fed=fed, kept={"score": score})
+
+
+@pytest.mark.parametrize("nulls_first", [False, True])
+def test_what_a_kept_column_holds_does_not_matter_to_a_model_that_does_not_read_it(nulls_first):
+    """Integers in one window, integers and a null in the next, and the other way round: one program, right rows from both."""
+    run = Run(stage(double, keep=("score",)))
+    scores = [np.array([1, 2]), np.array([1, None], object), np.array([1, 2])]
+    for score in reversed(scores[:2]) if nulls_first else scores:
+        run.submit(kept([3, 5], score))
+    for computed in run.finish():
+        assert [row.tolist() for row in computed.outputs["twice"]] == [[2, 4, 6], [4, 6, 8, 10, 12]]
+    assert [ahead for ahead, _ in run.compiled] == [True]
+
+
+def test_a_kept_column_that_the_model_reads_has_to_be_numbers():
+    """A null where numbers were: its dtype would be another one, and a number in its place another answer."""
+    run = Run(stage(lambda _, batch: {"twice": batch["tokens"] * batch["score"][:, None]}, keep=("score",)))
+    run.submit(kept([3, 5], np.array([1, 2])))
+    run.submit(kept([3, 5], np.array([1, None], object)))
+    run.submit(kept([3, 5], np.array([3, 2])))
+    (refused,) = [got for got in run.finish() if isinstance(got, DataError)]
+    assert "score" in refused.message
+    assert run.got[-1].outputs["twice"][0].tolist() == [3, 6, 9]
 
 
 def test_rows_without_values_take_the_dtype_of_the_others():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,10 @@ from tpupipe.faults.points import arm
 from tpupipe.job import Infer, Quarantine
 from tpupipe.stages import infer_worker
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
+from tpupipe.stages.stall import Bounds, Watchdog
 from tpupipe.stages.units import UnitTarget
+
+BOUNDS = Bounds(60.0)
 
 
 class Params:
@@ -50,7 +54,7 @@ def make(run, tmp_path):
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    def worker(files=3, rows=10, **options):
+    def worker(files=3, rows=10, bounds=BOUNDS, **options):
         folder = tmp_path / "in"
         folder.mkdir()
         for n in range(files):
@@ -70,7 +74,7 @@ def make(run, tmp_path):
             report=said.append, report_now=said.append, claim_fault=None, request_driver_kill=None
         )
         target = UnitTarget(run.store, run.paths, "s", run.lease.fence, 4, "p", "c", "1")
-        plan = InferPlan(stage, target, source, "", {}, Params(), coordinator, (), 60.0)
+        plan = InferPlan(stage, target, source, "", {}, Params(), coordinator, (), bounds)
         made.append(InferWorker(plan, 0))
         return made[0], source.units(), said
 
@@ -85,6 +89,38 @@ def make(run, tmp_path):
 
 def outputs(run):
     return ds.dataset(run.store.uri(run.paths.units("s")), format="parquet").to_table().to_pydict()
+
+
+class Hung:
+    """Watchdogs that tell of a stall, and end nothing."""
+
+    def __init__(self, monkeypatch):
+        self.phases, self.seen = [], threading.Event()
+        monkeypatch.setattr(Watchdog, "_end", lambda _, phase: (self.phases.append(str(phase)), self.seen.set()))
+
+    def wait(self):
+        assert self.seen.wait(60)
+
+
+def test_reading_the_parameters_has_a_bound_of_its_own(make, monkeypatch):
+    """They do not come: that is a stall while restoring."""
+    hung, load = Hung(monkeypatch), Params.load
+    monkeypatch.setattr(Params, "load", lambda *given: (hung.wait(), load(*given))[1])
+    make(bounds=Bounds(restore_timeout_s=0.2))
+    assert hung.phases[0] == "no progress while restoring (restore_timeout_s 0.2)"
+
+
+def test_compiling_has_a_bound_of_its_own(make, monkeypatch):
+    """It takes longer than a unit may, which is no stall, and then longer than compiling may, which is one."""
+    hung = Hung(monkeypatch)
+
+    def apply(params, batch):
+        hung.wait()
+        return double(params, batch)
+
+    worker, units, _ = make(apply=apply, bounds=Bounds(stall_timeout_s=0.2, compile_timeout_s=1.0))
+    worker.run(units[0], 0)
+    assert hung.phases[0] == "no progress in init or compilation (compile_timeout_s 1)"
 
 
 def test_units_are_done_and_pass_their_points_in_order(make, run):

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from tpupipe.data.sources import Unit
 from tpupipe.errors import (
     BadRowError,
     DataError,
@@ -16,13 +17,13 @@ from tpupipe.errors import (
     UnitsSetAsideError,
     UserCodeError,
 )
-from tpupipe.stages.unit_failures import Next, UnitFailures
+from tpupipe.stages.unit_failures import Next, UnitFailures, probes_of, trial_order
 
 BAD = UserCodeError("map raised ValueError: 5\nTraceback ...")
 
 
-def failures(allowed=3, units=10, succeeded=True):
-    return UnitFailures("s", allowed, units, succeeded)
+def failures(allowed=3, probes="abc", succeeded=True):
+    return UnitFailures("s", allowed, frozenset(probes), succeeded)
 
 
 def test_a_unit_is_set_aside_at_the_last_failure_that_it_may_have():
@@ -49,8 +50,8 @@ def test_the_stage_then_fails_naming_each_with_its_last_error():
     assert pickle.loads(pickle.dumps(caught.value)).data == caught.value.data
 
 
-def test_code_that_fails_on_the_first_three_units_ends_the_stage_at_once():
-    """The third distinct unit raises its own error; the same unit failing again does not count as another."""
+def test_code_that_fails_on_all_probes_ends_the_stage_at_once():
+    """The last of the three raises its own error; the same unit failing again does not count as another."""
     counted = failures(succeeded=False)
     assert counted.raised("a", BAD) is Next.AGAIN
     assert counted.raised("a", BAD) is Next.AGAIN
@@ -60,14 +61,27 @@ def test_code_that_fails_on_the_first_three_units_ends_the_stage_at_once():
     assert caught.value is BAD
 
 
-@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("units", ["a", "ab"])
 def test_with_fewer_units_than_three_all_of_them_must_fail(units):
     """One unit, and it raises: that is all there is to know."""
-    counted = failures(units=units, succeeded=False)
-    for n in range(units - 1):
+    counted = failures(probes=units, succeeded=False)
+    for unit in units[:-1]:
+        assert counted.raised(unit, BAD) is Next.AGAIN
+    with pytest.raises(UserCodeError):
+        counted.raised(units[-1], BAD)
+
+
+def test_bad_units_side_by_side_do_not_end_the_stage():
+    """The first five of ten raise: two of the probes lie elsewhere, so these may be the only bad ones."""
+    units = [Unit(id=str(n), parts=(), fingerprint="") for n in range(10)]
+    order = list(trial_order(len(units)))
+    assert sorted(order) == list(range(10))
+    assert probes_of(units) == {str(n) for n in order[:3]} == {"0", "3", "6"}
+    counted = failures(probes=probes_of(units), succeeded=False)
+    for n in range(5):
         assert counted.raised(str(n), BAD) is Next.AGAIN
     with pytest.raises(UserCodeError):
-        counted.raised("last", BAD)
+        counted.raised("6", BAD)
 
 
 def test_one_success_and_every_unit_is_on_its_own():

@@ -14,9 +14,11 @@ from tpupipe.data.columns import to_table
 from tpupipe.data.schemas import merge_schemas
 from tpupipe.data.sources import Unit
 from tpupipe.errors import FencedError, StageError
+from tpupipe.stages.record import TrainRecord, read_train_record, write_train_record
 from tpupipe.stages.units import (
     Committed,
     UnitTarget,
+    clear_errors,
     commit_errors,
     commit_unit,
     read_committed,
@@ -108,13 +110,52 @@ def test_a_missing_unit_makes_no_manifest(run, target):
 
 
 def test_a_stage_is_completed_once(run, target):
-    """A second manifest is refused, and the first stays."""
-    done = [commit(target, 0, 1)]
-    write_manifest(run, STAGE, [unit(0)], done, {})
+    """A second manifest with other content is refused and told in what it differs, and the first stays."""
+    done = [commit(target, n, n) for n in (0, 1)]
+    units = [unit(0), unit(1)]
+    write_manifest(run, STAGE, units, done, {})
     before = run.store.read(run.paths.manifest(STAGE))
-    with pytest.raises(StageError, match="manifest already"):
-        write_manifest(run, STAGE, [unit(0)], done, {"other": "1"})
+    other = replace(done[0], size_bytes=done[0].size_bytes + 1)
+    for committed, facts, differing in (
+        (done, {"other": "1"}, ["fingerprints"]),
+        ([other, done[1]], {}, ["units"]),
+        ([replace(done[0], crc32c=1), done[1]], {"other": "1"}, ["units", "fingerprints"]),
+    ):
+        with pytest.raises(StageError, match="manifest already, with other ") as caught:
+            write_manifest(run, STAGE, units, committed, facts)
+        assert caught.value.data["differing"] == differing
+    with pytest.raises(StageError, match="with other units, fingerprints"):
+        write_manifest(run, STAGE, units[:1], done[:1], {})
     assert run.store.read(run.paths.manifest(STAGE)) == before
+
+
+@pytest.mark.parametrize("knew", [True, False], ids=["checksum", "no checksum"])
+def test_a_zombies_manifest_with_the_same_content_is_no_failure(run, target, knew):
+    """A driver was stopped right before the create and woke in between: the next one goes on with what is there.
+
+    The next one may have listed units whose checksum the store does not list, which is no other content.
+    """
+    done = [commit(target, n, n) for n in (0, 1)]
+    units = [unit(0), unit(1)]
+    stored = write_manifest(run, STAGE, units, done, {"code": "1"})
+    before = run.store.info(run.paths.manifest(STAGE))
+    found = done if knew else [replace(c, crc32c=None) for c in done]
+    assert write_manifest(run, STAGE, units, found, {"code": "1"}) == stored
+    assert run.store.info(run.paths.manifest(STAGE)) == before
+
+
+RECORD = TrainRecord(20, "p", "s", {"loss": float("nan")}, "job/run/stages/lm/checkpoints/x", "f", 80, 0)
+
+
+def test_a_training_record_is_written_once_or_twice_the_same(run):
+    """The same content, a loss that is no number included, counts as written; another result is refused, and named."""
+    for _ in range(2):
+        write_train_record(run.store, run.paths, "lm", RECORD)
+    other = replace(RECORD, params_digest="q", metrics={"loss": 1.0})
+    with pytest.raises(StageError, match=r"another result \(params_digest, metrics\)") as caught:
+        write_train_record(run.store, run.paths, "lm", other)
+    assert caught.value.data["stage"] == "lm"
+    assert read_train_record(run.store, run.paths, "lm").params_digest == "p"
 
 
 def test_a_zombie_completes_nothing(run, target):
@@ -150,6 +191,52 @@ def test_error_records_of_a_try_that_did_not_commit_are_replaced_and_of_one_that
     commit(target, 3, 1)
     commit_errors(target, unit(3), records("late"))
     assert decode_unit(run.store.read(name))["error"].to_pylist() == ["second"]
+
+
+def later(target: UnitTarget) -> UnitTarget:
+    """The target as the next driver's workers have it."""
+    return replace(target, fence=LaterFence(target.fence))
+
+
+def test_error_records_of_a_try_that_died_go_when_the_unit_has_no_bad_rows_any_more(run, target):
+    """Killed between errors and unit, then the map is mended: the row is in the output only."""
+    commit_errors(target, unit(3), records("a"))
+    commit_errors(target, unit(4), records("b"))
+    clear_errors(later(target), unit(3))
+    commit(target, 3, 1)
+    assert [i.name for i in run.store.list(run.paths.errors(STAGE))] == [run.paths.unit_errors(STAGE, unit(4).id)]
+
+
+def test_error_records_of_a_committed_unit_stay(run, target):
+    """Another try was faster, and its unit counts: with its error records."""
+    commit_errors(target, unit(3), records("a"))
+    commit(target, 3, 1)
+    clear_errors(later(target), unit(3))
+    assert run.store.exists(run.paths.unit_errors(STAGE, unit(3).id))
+
+
+def test_looking_for_old_error_records_costs_nothing_under_the_first_lease_and_one_request_after(run, target):
+    """Nobody was there before the first driver; later ones ask for the unit's object, and for nothing more without one."""
+    asked = []
+
+    class Counting:
+        def __getattr__(self, name):
+            asked.append(name)
+            return getattr(run.store, name)
+
+    clear_errors(replace(target, store=Counting()), unit(3))
+    assert asked == []
+    clear_errors(replace(later(target), store=Counting()), unit(3))
+    assert asked == ["exists"]
+
+
+def test_a_zombie_removes_no_error_records(run, target):
+    """The lease is checked before."""
+    commit_errors(target, unit(3), records("a"))
+    run.store.create(run.paths.lease(run.lease.epoch + 1), b"{}")
+    with pytest.raises(FencedError):
+        clear_errors(later(target), unit(3))
+    assert run.store.exists(run.paths.unit_errors(STAGE, unit(3).id))
 
 
 def test_a_zombie_writes_no_error_records(run, target):

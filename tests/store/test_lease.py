@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tpupipe.errors import FencedError, RunHeldError, StoreDeniedError, StoreError
 from tpupipe.faults import points
 from tpupipe.store.layout import RunPaths
-from tpupipe.store.lease import Fence, Standing, acquire, decide, read_standing
+from tpupipe.store.lease import Fence, Standing, acquire, decide, lease_times, read_standing
 from tpupipe.store.objects import open_store
 from tpupipe.store.owner import Owner, is_running, same_machine
 
@@ -132,6 +132,16 @@ def test_a_lease_is_held_released_and_taken_again(store):
     assert [info.name.rpartition("/")[2] for info in store.list(PATHS.leases)] == [
         "000001.beat.json", "000001.json", "000002.beat.json", "000002.json",
     ]  # fmt: skip
+
+
+def test_when_each_lease_was_taken(store):
+    """One listing: every epoch with the store's time of its object; beats, releases and other runs do not matter."""
+    assert lease_times(store, PATHS) == {}
+    for _ in range(2):
+        with acquire(store, PATHS, Owner.here()):
+            pass
+    with acquire(store, RunPaths("lm", "a-2"), Owner.here()):
+        assert lease_times(store, PATHS) == {epoch: store.info(PATHS.lease(epoch)).updated_s for epoch in (1, 2)}
 
 
 def test_a_held_run_is_refused_with_who_holds_it(store):

@@ -14,8 +14,10 @@ from tpupipe.checkpoint.verify import (
     DEEP_LIMIT_BYTES,
     Found,
     list_checkpoints,
+    overtaken_by,
     problems,
     read_commit,
+    take_over_times,
 )
 from tpupipe.errors import CheckpointError, ObjectNotFoundError
 from tpupipe.store.layout import COMMIT_NAME, RunPaths, parse_checkpoint
@@ -61,9 +63,11 @@ class CheckpointView:
         stage: The training stage.
         found: The folder as the store lists it.
         compared: What was compared of every object: ``sizes``, ``checksums`` or ``contents``; ``None`` where nothing
-            could be (no commit record, or none that is readable).
+            was (no commit record, none that is readable, or a late one).
         problems: What is wrong with it; empty without a commit record.
         written_s: When it was committed, or where that is not known last written to; seconds since 1970.
+        taken_over_by: Of a late one the lease epoch that owned the run when the record was written, see
+            ``overtaken_by``.
     """
 
     stage: str
@@ -71,11 +75,12 @@ class CheckpointView:
     compared: str | None
     problems: tuple[ObjectProblem, ...]
     written_s: float
+    taken_over_by: int | None = None
 
     @property
     def intact(self) -> bool | None:
-        """Whether nothing is wrong with it; ``None`` without a commit record."""
-        return not self.problems if self.found.committed else None
+        """Whether nothing is wrong with it; ``None`` where that is not asked: without a commit record, or with a late one."""
+        return not self.problems if self.found.committed and self.taken_over_by is None else None
 
     @property
     def size_bytes(self) -> int:
@@ -97,6 +102,7 @@ class CheckpointView:
             "uri": store.uri(self.found.folder),
             "committed": self.found.committed,
             "intact": self.intact,
+            "taken_over_by": self.taken_over_by,
             "compared": self.compared,
             "size_bytes": self.size_bytes,
             "objects": len(self.found.objects),
@@ -172,9 +178,11 @@ def view_stage(
     """
     views: list[CheckpointView] = []
     intact = 0
-    for found in list_checkpoints(store, paths, stage):
+    everything = list_checkpoints(store, paths, stage)
+    taken_s = take_over_times(store, paths, everything)
+    for found in everything:
         closely = depth if enough is None or intact < enough else Depth.LISTING
-        view = _view(store, stage, found, closely, on_read)
+        view = _view(store, stage, found, closely, overtaken_by(found, taken_s), on_read)
         if view is not None:
             views.append(view)
             intact += view.intact is True
@@ -186,8 +194,8 @@ def view_stage(
 def plan_prune(view: StageView, keep: int, *, uncommitted: bool = False) -> PrunePlan:
     """Chooses what may go; pure.
 
-    Of the committed ones those older than the ``keep`` newest intact ones, and on request folders without a commit
-    record. Only what is older than the newest intact one ever goes: a newer folder may be a save under way.
+    Of the committed ones (late ones, too) those older than the ``keep`` newest intact ones, and on request folders without a
+    commit record. Only what is older than the newest intact one ever goes: a newer folder may be a save under way.
 
     Args:
         view: The stage's checkpoints.
@@ -231,8 +239,13 @@ def content_crc32c(store: Store, name: str, size: int) -> int:
 # -- one checkpoint ---------------------------------------------------------------------------
 
 
-def _view(
-    store: Store, stage: str, found: Found, depth: Depth, on_read: Callable[[Found, int], None]
+def _view(  # noqa: PLR0917 - one caller
+    store: Store,
+    stage: str,
+    found: Found,
+    depth: Depth,
+    taken_over_by: int | None,
+    on_read: Callable[[Found, int], None],
 ) -> CheckpointView | None:
     written_s = max(info.updated_s for info in found.objects.values())
     if not found.committed:
@@ -243,6 +256,8 @@ def _view(
         return None  # removed since it was listed: the record goes first
     except CheckpointError as error:
         return CheckpointView(stage, found, None, (ObjectProblem(COMMIT_NAME, error.message),), written_s)
+    if taken_over_by is not None:
+        return CheckpointView(stage, found, None, (), written_s, taken_over_by)
     differing = dict(_listed_problems(store, found, commit))
     sound = [wanted for wanted in commit.objects if wanted.name not in differing]
     read = _to_read(found, commit, sound, depth)

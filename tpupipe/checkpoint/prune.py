@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from tpupipe.checkpoint.verify import Found, list_checkpoints, problems, read_commit
+from tpupipe.checkpoint.verify import (
+    Found,
+    list_checkpoints,
+    overtaken_by,
+    problems,
+    read_commit,
+    take_over_times,
+)
 from tpupipe.errors import CheckpointError, UsageError
 from tpupipe.store.layout import COMMIT_NAME, RunPaths
 from tpupipe.store.objects import Store
@@ -13,7 +20,7 @@ from tpupipe.store.objects import Store
 
 @dataclass(frozen=True)
 class Judged:
-    """A committed checkpoint and whether it is intact."""
+    """A committed checkpoint and whether it is intact; a late one never is."""
 
     found: Found
     intact: bool
@@ -57,6 +64,16 @@ def judge(store: Store, paths: RunPaths, stage: str, *, deep: bool = False) -> l
     return judged
 
 
+def in_time(judged: Sequence[Judged], taken_s: Mapping[int, float]) -> list[Judged]:
+    """The same, but late ones are not intact: no restore takes one, so it must not count for one that is kept; pure.
+
+    Args:
+        judged: Committed checkpoints.
+        taken_s: When each lease of the run was taken, see ``overtaken_by``.
+    """
+    return [replace(each, intact=each.intact and overtaken_by(each.found, taken_s) is None) for each in judged]
+
+
 def prune(store: Store, paths: RunPaths, stage: str, keep: int, verified: set[str] | None = None) -> list[Found]:
     """Deletes what ``superfluous`` names and gives it. The record goes first: half-deleted is uncommitted.
 
@@ -72,6 +89,7 @@ def prune(store: Store, paths: RunPaths, stage: str, keep: int, verified: set[st
     judged = judge(store, paths, stage)
     if not superfluous(judged, keep):
         return []
+    judged = in_time(judged, take_over_times(store, paths, [each.found for each in judged]))
     verified = set() if verified is None else verified
     gone = superfluous([_looked_at(store, each, verified) for each in judged], keep)
     for found in gone:

@@ -26,6 +26,7 @@ from tpupipe.store.objects import Store
 logger = logging.getLogger("tpupipe")
 
 _SAVING = "save-"  # what the names of background threads begin with
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Saver:
             the primary in the background.
         on_commit: Called on the primary after a record is written, with the commit and the seconds from ``save``.
         on_problem: Called on the primary with what went wrong after a commit.
+        on_progress: Called by whoever waits for a save, while that makes progress.
     """
 
     def __init__(
@@ -78,12 +80,15 @@ class Saver:
         combine: Callable[[int], int],
         on_commit: Callable[[Commit, float], None],
         on_problem: Callable[[str], None] = lambda _: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._target = target
         self._primary = primary
         self._combine = combine
         self._on_commit = on_commit
         self._on_problem = on_problem
+        self._on_progress = on_progress
+        self._moves = 0  # grows while the save under way makes progress
         self._checkpointer = checkpointer(target.timeout_s)
         self._background: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -154,7 +159,12 @@ class Saver:
         """
         thread = self._background
         if thread is not None:
-            thread.join(self._target.timeout_s * 2)
+            ends, moves = time.monotonic() + self._target.timeout_s * 2, -1
+            while thread.is_alive() and time.monotonic() < ends:
+                if self._moves != moves:
+                    moves = self._moves
+                    self._on_progress()
+                thread.join(_LOOK_S)
             if thread.is_alive():
                 raise CheckpointSaveError(
                     f"The save of step {self._step} did not end within {self._target.timeout_s * 2:.0f} s.",
@@ -182,11 +192,13 @@ class Saver:
         try:
             before = repeated_requests()
             self._write(folder, size_bytes)
+            self._moves += 1
             self.retries = repeated_requests() - before
             if self._primary:
                 point("save.arrays_written", step=step)
                 commit = self._commit(step, folder, leaves, metrics)
                 self._on_commit(commit, time.monotonic() - began)
+                self._moves += 1
                 self._prune()
         except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to: the loop asks by check()
             self._failure = error
@@ -214,6 +226,7 @@ class Saver:
             self._writing.join(patience.interval_s)
             if self._writing.is_alive():
                 patience.look()
+                self._moves += 1  # it is patience that bounds this part
         if raised:
             raise raised[0]
 
@@ -229,13 +242,17 @@ class Saver:
         import jax
 
         target = self._target
+        objects = _saved_objects(target.store, folder)
+        self._moves += 1
+        sample_digest = self._combine(step)
+        self._moves += 1
         commit = Commit(
             step=step,
             lease_epoch=target.fence.epoch,
             arrays=ARRAYS,
-            objects=_saved_objects(target.store, folder),
+            objects=objects,
             leaves=leaves,
-            sample_digest=self._combine(step),
+            sample_digest=sample_digest,
             metrics=metrics,
             devices=jax.device_count(),
             created_s=time.time(),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.errors import CheckpointError, NoIntactCheckpointError, ObjectNotFoundError
-from tpupipe.store.layout import COMMIT_NAME, RunPaths, parse_checkpoint
+from tpupipe.store.layout import ARRAYS, COMMIT_NAME, RunPaths, parse_checkpoint
+from tpupipe.store.lease import lease_times
 from tpupipe.store.objects import ObjectInfo, Store, crc32c_of
 
 # A restore is preceded by reading the whole checkpoint and recomputing its checksums, up to this size. Above it the
@@ -59,16 +60,36 @@ class Damage:
 
 
 @dataclass(frozen=True)
+class Late:
+    """A checkpoint whose record was made by a driver that had lost the run: it does not count, whatever is in it.
+
+    Args:
+        found: The folder.
+        taken_over_by: Lease epoch that owned the run by then.
+    """
+
+    found: Found
+    taken_over_by: int
+
+    def __str__(self) -> str:
+        return (
+            f"checkpoint of step {self.found.step} ({self.found.folder}) is late: its record was written after epoch "
+            f"{self.taken_over_by} took over"
+        )
+
+
+@dataclass(frozen=True)
 class Selection:
     """What to restore: the newest intact checkpoint, and the newer ones that were passed over.
 
-    ``commit`` is ``None`` only where the stage has no committed checkpoint at all.
+    ``commit`` is ``None`` only where the stage has no committed checkpoint at all, but for late ones.
     """
 
     commit: Commit | None
     folder: str
     damaged: tuple[Damage, ...]
     uncommitted: tuple[Found, ...]
+    late: tuple[Late, ...] = ()
 
 
 def list_checkpoints(store: Store, paths: RunPaths, stage: str) -> list[Found]:
@@ -89,6 +110,37 @@ def list_checkpoints(store: Store, paths: RunPaths, stage: str) -> list[Found]:
         if parsed is not None:
             found.append(Found(*parsed, folder=prefix + name, objects=objects))
     return sorted(found, key=lambda f: f.age, reverse=True)
+
+
+def overtaken_by(found: Found, taken_s: Mapping[int, float]) -> int | None:
+    """The lease epoch that owned the run already when a checkpoint's record was made, if there was one; pure.
+
+    A saver asks whether it still owns the run when all arrays are durable, and then creates the record. So a record is
+    late if it is newer than a later lease although its arrays are not: the driver was stopped between these two requests.
+    Arrays that are newer as well were copied or restored since, and then the times say nothing. Times that are equal,
+    as far as the store tells times apart, count as in time: the new owner had not looked for checkpoints yet.
+
+    Args:
+        found: The folder as listed.
+        taken_s: When each lease was taken, see ``lease_times``. All times are the store's, so no machine's clock matters.
+    """
+    record = found.objects.get(COMMIT_NAME)
+    if record is None:
+        return None
+    arrays_s = max((o.updated_s for name, o in found.objects.items() if name.startswith(f"{ARRAYS}/")), default=0.0)
+    later = (epoch for epoch in sorted(taken_s) if epoch > found.lease_epoch)
+    return next((epoch for epoch in later if arrays_s <= taken_s[epoch] < record.updated_s), None)
+
+
+def take_over_times(store: Store, paths: RunPaths, checkpoints: Iterable[Found]) -> dict[int, float]:
+    """What ``overtaken_by`` needs to judge these checkpoints; a listing only where one of them is committed.
+
+    Call it after they were listed: a lease that is taken in between was taken after all of their records.
+
+    Raises:
+        StoreError: The listing failed.
+    """
+    return lease_times(store, paths) if any(found.committed for found in checkpoints) else {}
 
 
 def read_commit(store: Store, found: Found) -> Commit:
@@ -162,12 +214,14 @@ def newest_intact(
         deep_limit_bytes: Checkpoints up to this size are read whole and their checksums recomputed.
 
     Raises:
-        NoIntactCheckpointError: There are committed checkpoints, and none is intact.
+        NoIntactCheckpointError: There are committed checkpoints, and none is intact; or ``only`` is late.
         StoreError: A listing or read failed; that is never taken for "no checkpoints".
     """
     everything = [f for f in list_checkpoints(store, paths, stage) if only in (None, f.folder)]
+    taken_s = take_over_times(store, paths, everything)
     uncommitted = tuple(f for f in everything if not f.committed)
     damaged: list[Damage] = []
+    late: list[Late] = []
     for found in everything:
         if not found.committed:
             continue
@@ -178,12 +232,15 @@ def newest_intact(
         else:
             try:
                 commit = read_commit(store, found)
+                if (by := overtaken_by(found, taken_s)) is not None:
+                    late.append(Late(found, by))
+                    continue
                 deep = commit.size_bytes <= deep_limit_bytes
                 reasons.extend(problems(store, found, commit, deep=deep))
             except CheckpointError as error:
                 reasons.append(error.message)
         if commit is not None and not reasons:
-            return Selection(commit, found.folder, tuple(damaged), uncommitted)
+            return Selection(commit, found.folder, tuple(damaged), uncommitted, tuple(late))
         damaged.append(Damage(found.step, found.lease_epoch, found.folder, tuple(reasons)))
     if damaged:
         raise NoIntactCheckpointError(
@@ -192,7 +249,14 @@ def newest_intact(
             stage=stage,
             damaged=[d.folder for d in damaged],
         )
-    return Selection(None, "", (), uncommitted)
+    if only is not None and late:
+        raise NoIntactCheckpointError(
+            f"The {late[0]}.",
+            hint="What a driver wrote that had lost its run is not read. Name another checkpoint of the stage, or the stage.",
+            stage=stage,
+            damaged=[],
+        )
+    return Selection(None, "", (), uncommitted, tuple(late))
 
 
 def _list(damaged: Iterable[Damage]) -> str:

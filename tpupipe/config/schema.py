@@ -177,8 +177,8 @@ class StageConfig(_Section):
         recompile: Training and inference: whether arguments of another shape may cost a compilation after the first.
         concurrency: Preprocessing: units at work at a time. Inference: units in flight on each worker.
         stall_timeout_s: A step or unit that takes longer is a failure.
-        compile_timeout_s: Training: the same for ``init`` and for compiling.
-        restore_timeout_s: Training: the same for restoring a checkpoint.
+        compile_timeout_s: Training and inference: the same for ``init`` and for compiling.
+        restore_timeout_s: Training and inference: the same for reading the parameters.
     """
 
     checkpoint: CheckpointConfig | None = None

@@ -56,6 +56,21 @@ def check_outputs(stage: Infer, params: Any, spec: Spec, shape: tuple[int, int],
     return dict(outputs)
 
 
+def unread_columns(stage: Infer, params: Any, spec: Spec, shape: tuple[int, int], rows: Any) -> frozenset[str]:
+    """Kept columns that ``apply`` is fed and does not look at; ``params`` may be shapes."""
+    import jax
+    from jax.interpreters.partial_eval import dce_jaxpr
+
+    kept = frozenset(stage.keep) & spec.keys()
+    if not kept:
+        return kept
+    feed = abstract_feed(stage, spec, shape, rows)
+    with user_code("apply", stage.name):
+        traced = jax.make_jaxpr(stage.apply)(params, feed).jaxpr
+    _, read = dce_jaxpr(traced, [True] * len(traced.outvars))
+    return kept - {name for name, is_read in zip(sorted(feed), read[-len(feed) :], strict=True) if is_read}
+
+
 def infer_mesh(stage: Infer, devices: Sequence[Any]) -> tuple[Any, Any]:
     """The mesh over the devices that hold a copy of the model, and the sharding of a batch's rows.
 

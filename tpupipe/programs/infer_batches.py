@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,8 @@ class ReadyWindow:
     Args:
         unit: Its unit.
         window: Numbers, kept columns, counts.
-        columns: What is fed, ragged columns laid end to end, in the model's dtypes.
+        columns: What is fed, ragged columns laid end to end, in the model's dtypes. Of columns that only ``spec`` has,
+            zeros are fed.
         spec: What the columns look like.
         batches: Which rows go together; each row once.
     """
@@ -105,6 +106,24 @@ def ready_window(stage: Infer, unit: str, window: MappedWindow, devices: int, kn
     return ReadyWindow(unit, window, columns, spec, plan_window(stage, window, devices))
 
 
+def fitted(ready: ReadyWindow, kept: Collection[str], spec: Spec, unread: Collection[str]) -> ReadyWindow:
+    """A window for programs that were compiled for ``spec``.
+
+    What a kept column holds does not matter to a program that does not look at it: it may have nulls here, and so be no
+    numbers, and none there.
+
+    Args:
+        ready: The window.
+        kept: Columns that go to the output.
+        spec: What the columns of the first window looked like.
+        unread: Of the kept columns in it, those that ``apply`` does not look at.
+    """
+    free = {name for name in kept if name in unread or name not in spec}
+    own = {name: column for name, column in ready.spec.items() if name not in free}
+    columns = {name: values for name, values in ready.columns.items() if name not in free}
+    return replace(ready, columns=columns, spec=own | {name: spec[name] for name in unread})
+
+
 def plan_window(stage: Infer, window: MappedWindow, devices: int) -> list[PackedBatch]:
     """Which rows of a window go together; every row once."""
     if (buckets := buckets_of(stage)) is not None:
@@ -131,9 +150,11 @@ def feed_of(stage: Infer, ready: ReadyWindow, batch: PackedBatch) -> tuple[Colum
     lengths[: len(rows)] = 1 if window.lengths is None else np.minimum(window.lengths[rows], batch.bucket_length)
     truncate = stage.buckets is not None and stage.buckets.too_long == "truncate"
     feed: Columns = {}
-    for name, values in ready.columns.items():
-        column = ready.spec[name]
-        if isinstance(values, Ragged):
+    for name, column in ready.spec.items():
+        values = ready.columns.get(name)
+        if values is None:
+            feed[name] = np.zeros(column.shape(size, batch.bucket_length), column.dtype)
+        elif isinstance(values, Ragged):
             feed[name] = values.pad(
                 rows, batch.bucket_length, size, truncate=truncate, dtype=column.dtype, inner=column.inner
             )

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +38,7 @@ _FORMAT = 1
 _DIGEST_BYTES = 16
 _FOOTER_THREADS = 16
 _BATCH = 8192
+_FRESH = 1024  # units that are kept as objects before they become columns
 _WORTH_KEEPING = 256  # units whose footers are quicker read again than a cache of them is kept
 _GROWTH = 8  # the cache is written again when it would grow by this part of itself
 
@@ -134,9 +135,35 @@ class CommittedUnits:
         return cls(table.replace_schema_metadata(None), schemas)
 
 
+class PendingUnits(Sequence[Unit]):
+    """Some of a stage's units, in input order, made when they are asked for.
+
+    Args:
+        units: All of them.
+        positions: ``int64[n]``: which.
+    """
+
+    def __init__(self, units: Sequence[Unit], positions: np.ndarray) -> None:
+        self._units, self.positions = units, positions
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Unit]: ...
+
+    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
+        if isinstance(index, slice):
+            return [self._units[i] for i in self.positions[index].tolist()]
+        return self._units[int(self.positions[index])]
+
+
 def resume_units(
     run: StageRun, stage: str, units: Sequence[Unit], params_fingerprint: str
-) -> tuple[list[Unit], CommittedUnits]:
+) -> tuple[PendingUnits, CommittedUnits]:
     """Units without a committed object, in input order, and what is committed of the others.
 
     One complete listing of the stage's objects decides what exists; nothing is guessed.
@@ -157,11 +184,11 @@ def resume_units(
     _check_made_from_the_same(stage, committed, fingerprints[position], params_fingerprint)
     missing = np.ones(len(units), bool)
     missing[position] = False
-    return [units[i] for i in np.flatnonzero(missing).tolist()], committed
+    return PendingUnits(units, np.flatnonzero(missing)), committed
 
 
 class Compaction:
-    """Keeps the compacted object of a stage while units are committed; leaving it writes what is new.
+    """What a stage has committed, while it commits more; keeps its compacted object. Leaving it writes what is new.
 
     Args:
         run: The run.
@@ -187,12 +214,23 @@ class Compaction:
         """Takes note of a unit; writes once in a while, so that a driver that is killed leaves most of it."""
         self._fresh.append(committed)
         self._write_if(max(_WORTH_KEEPING, len(self._kept) // _GROWTH))
+        if len(self._fresh) >= _FRESH:
+            self._settle()
+
+    @property
+    def committed(self) -> CommittedUnits:
+        """All units that are committed now."""
+        self._settle()
+        return self._kept
+
+    def _settle(self) -> None:
+        self._kept = self._kept.with_more(CommittedUnits.of(self._fresh))
+        self._fresh = []
 
     def _write_if(self, enough: int) -> None:
         if self._kept.uncached + len(self._fresh) < enough or len(self._kept) + len(self._fresh) < _WORTH_KEEPING:
             return
-        self._kept = self._kept.with_more(CommittedUnits.of(self._fresh))
-        self._fresh = []
+        self._settle()
         name = self._run.paths.compacted(self._stage)
         try:
             if not self._run.lease.lost:

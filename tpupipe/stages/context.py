@@ -65,6 +65,7 @@ class StageContext:
         start: The checkpoint to begin from, if any.
         preemption: ``() -> (preempted, notice_s)``; asked by all processes at the same steps.
         recompile: What becomes of batches, and of arguments of functions from :meth:`jit`, of another kind than the first.
+        on_progress: Called while a save that is waited for makes progress.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class StageContext:
         start: Restorable | None,
         preemption: Callable[[], tuple[bool, float | None]],
         recompile: Recompile = "forbid",
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         import jax
 
@@ -108,6 +110,7 @@ class StageContext:
             combine=lambda step: coordinator.digest(step, self.world, target.timeout_s),
             on_commit=self._committed,
             on_problem=lambda what: self.report(event("problem", what=what)),
+            on_progress=on_progress,
         )
 
     # -- restoring and saving ------------------------------------------------------------------

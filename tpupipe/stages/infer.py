@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,23 +11,23 @@ from ray.exceptions import RayError
 
 from tpupipe.data.bucket_lengths import spread
 from tpupipe.data.buckets import AutoBuckets, Buckets
-from tpupipe.data.chunks import Manifest, ManifestUnit, UnitFooter
+from tpupipe.data.chunks import Manifest, ManifestUnit
 from tpupipe.data.sources import Part, Unit
 from tpupipe.errors import StageError, TpupipeError
 from tpupipe.job import Infer
 from tpupipe.ledger.events import Seconds
 from tpupipe.programs.infer_buckets import buckets_of, resolve_buckets
 from tpupipe.stages.base import StageRun, failure_of, told_errors
-from tpupipe.stages.committed import CommittedUnits, Compaction, resume_units
+from tpupipe.stages.committed import Compaction, resume_units
 from tpupipe.stages.failures import Budget
 from tpupipe.stages.finished import COUNTED, read_manifest, units_done
 from tpupipe.stages.infer_params import find_params
 from tpupipe.stages.infer_pool import InferPool, too_many_bad_rows
-from tpupipe.stages.infer_worker import InferPlan, UnitDone, sample_unit
+from tpupipe.stages.infer_worker import InferPlan, sample_unit
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.retry import answered
-from tpupipe.stages.stall import STALL_TIMEOUT_S
-from tpupipe.stages.unit_failures import UnitFailures, first_inputs, is_the_units_own
+from tpupipe.stages.stall import Bounds
+from tpupipe.stages.unit_failures import UnitFailures, first_inputs, is_the_units_own, probes_of
 from tpupipe.stages.units import (
     UnitTarget,
     write_manifest,
@@ -52,10 +51,11 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
     """
     seconds = Seconds()
     units = _units(stage, run)
-    params = find_params(stage, run)
+    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+    params = answered(run, budget, lambda: find_params(stage, run))
     fingerprint = params.fingerprint
     run.settle_params(stage.name, fingerprint)
-    pending, reused = resume_units(run, stage.name, units, fingerprint)
+    pending, reused = answered(run, budget, lambda: resume_units(run, stage.name, units, fingerprint))
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do"
@@ -78,29 +78,35 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         params,
         run.coordinator,
         run.faults,
-        run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
+        Bounds.of(run.settings(stage.name)),
     )
     rows_bad = reused.total("rows_bad")
     if (error := too_many_bad_rows(stage, run.store.uri(run.paths.errors(stage.name)), rows_bad)) is not None:
         raise error
     began = time.monotonic()
     if pending and isinstance(stage.buckets, AutoBuckets):
-        stage = replace(stage, buckets=_chosen(plan, stage.buckets, run, pending))
+        stage = replace(stage, buckets=_chosen(plan, stage.buckets, run, pending, budget))
         plan = replace(plan, stage=stage)
-    failures = UnitFailures(stage.name, run.config.budgets.unit_failures, len(pending), succeeded=bool(reused))
+    allowed = run.config.budgets.unit_failures
+    failures = UnitFailures(stage.name, allowed, probes_of(pending), succeeded=bool(reused))
     with Compaction(run, stage.name, reused) as compaction:
-        pool = InferPool(stage, run, plan, failures=failures, bad_rows=rows_bad, seconds=seconds)
-        done = pool.work(units, pending, compaction) if pending else []
-    failures.check(first_inputs(pending, failures.set_aside), len(reused) + len(done))
-    committed = itertools.chain(reused, (d.committed for d in done))
-    counts = _counts(reused, [d.committed.footer for d in done])
-    manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "params": fingerprint, **counts})
+        pool = InferPool(stage, run, plan, budget, failures=failures, bad_rows=rows_bad, seconds=seconds)
+        if pending:
+            pool.work(pending, compaction)
+    committed = compaction.committed
+    failures.check(first_inputs(pending, failures.set_aside), len(committed))
+    facts = {"code": run.code, "params": fingerprint, **{name: str(committed.total(name)) for name in COUNTED}}
+    manifest = answered(run, budget, lambda: write_manifest(run, stage.name, units, committed, facts))
     seconds.add("working", time.monotonic() - began - sum(seconds.rounded().values()))
     result = units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
-    return replace(result, metrics={**result.metrics, **_shapes(stage, done)}, checkpoint=params.uri)
+    return replace(
+        result,
+        metrics={**result.metrics, **(_shapes(stage, pool.compilations) if pending else {})},
+        checkpoint=params.uri,
+    )
 
 
-def _chosen(plan: InferPlan, auto: AutoBuckets, run: StageRun, pending: Sequence[Unit]) -> Buckets:
+def _chosen(plan: InferPlan, auto: AutoBuckets, run: StageRun, pending: Sequence[Unit], budget: Budget) -> Buckets:
     """The recorded lengths, or those that fit the rows of some of the pending units best."""
     name = plan.stage.name
 
@@ -109,7 +115,7 @@ def _chosen(plan: InferPlan, auto: AutoBuckets, run: StageRun, pending: Sequence
         tasks = [task.remote(plan, unit, auto) for unit in spread(pending, auto.sample_units)]
         try:
             answers: list[dict[int, int] | TpupipeError] = ray.get(
-                tasks, timeout=SAMPLE_TIMEOUT_S + plan.stall_timeout_s
+                tasks, timeout=SAMPLE_TIMEOUT_S + plan.bounds.stall_timeout_s
             )
         except RayError as error:
             told = [e for e in told_errors(run.absorb(name)) if not is_the_units_own(e)]
@@ -119,23 +125,15 @@ def _chosen(plan: InferPlan, auto: AutoBuckets, run: StageRun, pending: Sequence
             raise errors[0]
         return [answer for answer in answers if not isinstance(answer, TpupipeError)]
 
-    budget = Budget(run.config.budgets, name, run.store.uri(run.paths.events))
     buckets = answered(run, budget, lambda: resolve_buckets(run.store, run.paths, name, auto, sample))
     run.log.emit("stage", f"{name}: buckets of {', '.join(map(str, buckets.lengths))}", stage=name)
     return buckets
 
 
-def _counts(reused: CommittedUnits, fresh: Sequence[UnitFooter]) -> dict[str, str]:
-    """What the footers count, summed up, as the manifest keeps it."""
-    return {name: str(reused.total(name) + sum(getattr(footer, name) for footer in fresh)) for name in COUNTED}
-
-
-def _shapes(stage: Infer, done: Sequence[UnitDone]) -> Mapping[str, float]:
-    if not done:
-        return {}
+def _shapes(stage: Infer, compilations: int) -> Mapping[str, float]:
     buckets = buckets_of(stage)
     declared = 1 if buckets is None else len(buckets.lengths)
-    return {"compilations": float(max(d.compilations for d in done)), "buckets": float(declared)}
+    return {"compilations": float(compilations), "buckets": float(declared)}
 
 
 def _units(stage: Infer, run: StageRun) -> Sequence[Unit]:

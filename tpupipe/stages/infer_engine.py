@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tpupipe.data.buckets import PackedBatch
 from tpupipe.errors import DataError, OutOfStepError, StageError
 from tpupipe.job import Infer
-from tpupipe.programs.infer import abstract_feed, check_outputs, lower_apply, row_multiple
-from tpupipe.programs.infer_batches import ReadyWindow, Spec, feed_of, key_of, shapes_of, told
+from tpupipe.programs.infer import abstract_feed, check_outputs, lower_apply, row_multiple, unread_columns
+from tpupipe.programs.infer_batches import ReadyWindow, Spec, feed_of, fitted, key_of, shapes_of, told
 from tpupipe.programs.infer_rows import Columns, MappedWindow
 from tpupipe.programs.sharding import put_whole
 from tpupipe.programs.turns import Turns
@@ -76,22 +76,28 @@ class InferEngine:
         params: On the devices.
         mesh: The devices; a batch's rows are split over its axis.
         rows: Sharding of a batch.
-        on_compile: ``on_compile(seconds, shapes, ahead)`` after compilations.
+        compiling: ``with compiling(shapes, ahead)`` surrounds compilations.
 
     Where the devices are of several processes, all of them run this with the same pieces in the same order, and each has
     all of a batch's rows and gets all of its outputs. That they did go together is computed with every batch.
     """
 
     def __init__(
-        self, stage: Infer, params: Any, mesh: Any, rows: Any, on_compile: Callable[[float, str, bool], None]
+        self,
+        stage: Infer,
+        params: Any,
+        mesh: Any,
+        rows: Any,
+        compiling: Callable[[str, bool], AbstractContextManager[None]],
     ) -> None:
         self._stage = stage
         self._params = params
         self._devices = row_multiple(stage, mesh)
         self._rows = rows
         self._turns = None if rows.is_fully_addressable else Turns(mesh)
-        self._on_compile = on_compile
+        self._compiling = compiling
         self._spec: Spec | None = None
+        self._unread: frozenset[str] = frozenset()
         self._programs: dict[Any, Any] = {}
         self._shapes: dict[str, Any] = {}
         self._flying: deque[_Flying] = deque()
@@ -111,6 +117,8 @@ class InferEngine:
 
     def submit(self, piece: ReadyWindow, done: Callable[[Any], None]) -> None:
         """See ``Engine.submit``."""
+        if self._spec is not None:
+            piece = fitted(piece, self._stage.keep, self._spec, self._unread)
         opened = _Open(piece, done, len(piece.batches) or 1)
         if not piece.batches:
             self._flying.append(_Flying(opened, None, np.empty(0, np.int32), {}))
@@ -137,7 +145,9 @@ class InferEngine:
 
     def _program(self, ready: ReadyWindow, rows: int, length: int) -> Any:
         if self._spec is None:
-            self._compile(ready.spec, shapes_of(self._stage, self._devices), ahead=True)
+            shapes = shapes_of(self._stage, self._devices)
+            self._compile(ready.spec, shapes, ahead=True)
+            self._unread = unread_columns(self._stage, self._params, ready.spec, shapes[0], self._rows)
             self._spec = ready.spec
         key = (key_of(ready.spec), rows, length)
         if key not in self._programs:
@@ -148,9 +158,6 @@ class InferEngine:
 
     def _compile(self, spec: Spec, shapes: Sequence[tuple[int, int]], *, ahead: bool) -> None:
         """Compiles for some shapes: traced one after the other, compiled and loaded side by side."""
-        began = time.monotonic()
-        check_outputs(self._stage, self._params, spec, shapes[0], self._rows)
-        lowered = lower_apply(self._stage, self._params, spec, shapes, self._rows, turns=self._turns)
 
         def compile_one(each: Any, shape: tuple[int, int]) -> Any:
             program = each.compile()
@@ -158,12 +165,14 @@ class InferEngine:
                 self._load(program, spec, shape)
             return program
 
-        with ThreadPoolExecutor(min(len(shapes), os.cpu_count() or 1)) as pool:
-            programs = list(pool.map(compile_one, lowered, shapes))
+        with self._compiling(f"{shapes} of {told(spec)}", ahead):
+            check_outputs(self._stage, self._params, spec, shapes[0], self._rows)
+            lowered = lower_apply(self._stage, self._params, spec, shapes, self._rows, turns=self._turns)
+            with ThreadPoolExecutor(min(len(shapes), os.cpu_count() or 1)) as pool:
+                programs = list(pool.map(compile_one, lowered, shapes))
         for (rows, length), program in zip(shapes, programs, strict=True):
             self._programs[key_of(spec), rows, length] = program
         self.compilations += len(programs)
-        self._on_compile(time.monotonic() - began, f"{shapes} of {told(spec)}", ahead)
 
     def _load(self, program: Any, spec: Spec, shape: tuple[int, int]) -> None:
         """Runs a program once over padding: its first run loads it, and the first rows should not wait for that."""

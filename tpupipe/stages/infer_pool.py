@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,16 +22,17 @@ from tpupipe.job import Infer, Quarantine
 from tpupipe.ledger.events import Seconds
 from tpupipe.programs.infer_rows import refused
 from tpupipe.stages.base import StageRun, failure_of, tell_fault
-from tpupipe.stages.committed import Compaction
+from tpupipe.stages.committed import Compaction, PendingUnits
 from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
 from tpupipe.stages.lockstep import Lockstep
 from tpupipe.stages.progress import UnitProgress
 from tpupipe.stages.retry import charge, loss_of
-from tpupipe.stages.unit_failures import Next, UnitFailures, died_error
+from tpupipe.stages.unit_failures import Next, UnitFailures, died_error, trial_order
 
 IN_FLIGHT = 3  # one is read, one computed, one written
 POLL_S = 0.5
+LOOK_EVERY_S = 5.0
 GET_TIMEOUT_S = 300.0
 
 
@@ -45,6 +47,11 @@ class _Worker:
     others: dict[Any, Unit] = field(default_factory=dict)  # by the answers of the rest
     turn: int = 0  # units given so far
     alone: bool = False  # what it works on is suspected of killing workers: nothing else is given to it
+
+    @property
+    def ranks(self) -> range:
+        """Of its processes."""
+        return range(self.rank * len(self.actors), (self.rank + 1) * len(self.actors))
 
     def has_started(self) -> bool:
         ready, waiting = ray.wait(self.started, num_returns=len(self.started), timeout=0)
@@ -79,6 +86,7 @@ class InferPool:
         stage: The declaration.
         run: The run.
         plan: What workers are given.
+        budget: What failures are charged to.
         failures: Decides what becomes of units that fail.
         bad_rows: Rows set aside in units that were committed before.
         seconds: Where time is booked.
@@ -89,6 +97,7 @@ class InferPool:
         stage: Infer,
         run: StageRun,
         plan: InferPlan,
+        budget: Budget,
         *,
         failures: UnitFailures,
         bad_rows: int,
@@ -97,40 +106,43 @@ class InferPool:
         self._stage = stage
         self._run = run
         self._plan = plan
-        self._positions: Mapping[str, int] = {}
+        self._positions: dict[str, int] = {}  # in the stage, of units that were given out
         self._failures = failures
         self._bad_rows = bad_rows
         self._seconds = seconds
         self._in_flight = run.settings(stage.name).concurrency or IN_FLIGHT
-        self._budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+        self._budget = budget
         self._workers: list[_Worker] = []
-        self._queue: deque[Unit] = deque()
+        self._new: Iterator[tuple[int, Unit]] = iter(())
+        self._left = 0  # of them
+        self._back: deque[Unit] = deque()  # given to workers that were lost
+        self._again: deque[Unit] = deque()  # failed, and may be tried again
         self._suspects: deque[Unit] = deque()
         self._errors: list[TpupipeError] = []  # of workers that could not start
         self._away: list[TpupipeError] = []  # of units for which the store could not be reached
         self._stalls: list[Mapping[str, Any]] = []
+        self._looked_s = 0.0
+        self.compilations = 0
+        """Programs that a worker compiled, at most."""
 
-    def work(self, units: Iterable[Unit], pending: Sequence[Unit], compaction: Compaction) -> list[UnitDone]:
+    def work(self, pending: PendingUnits, compaction: Compaction) -> None:
         """Does all pending units that can be done. Ends the workers on every way out.
 
         Args:
-            units: All units of the stage, in input order.
-            pending: Those to do.
+            pending: The units.
             compaction: Takes note of what is done.
         """
-        self._queue.extend(pending)
-        wanted = {unit.id for unit in pending}
-        self._positions = {unit.id: index for index, unit in enumerate(units) if unit.id in wanted}
-        done: list[UnitDone] = []
+        self._new = ((int(pending.positions[i]), pending[i]) for i in trial_order(len(pending)))
+        self._left = len(pending)
         progress = UnitProgress(self._run, self._stage.name, len(pending))
         try:
             self._start_all(min(len(pending), len(self._copies())))
-            while self._queue or self._suspects or any(worker.given for worker in self._workers):
+            while self._waiting() or self._suspects or any(worker.given for worker in self._workers):
                 self._run.stop.check()
                 self._hand_out()
-                noted = len(done)
+                done: list[UnitDone] = []
                 self._collect(done)
-                for each in done[noted:]:
+                for each in done:
                     compaction.add(each.committed)
                     progress.add(each.committed)
                 self._book()
@@ -139,7 +151,6 @@ class InferPool:
             for worker in self._workers:
                 worker.end()
             self._book()
-        return done
 
     def _tell(self, kind: str, text: str, level: int = logging.INFO, **facts: Any) -> None:
         self._run.log.emit(kind, f"{self._stage.name}: {text}", level=level, stage=self._stage.name, **facts)
@@ -180,8 +191,21 @@ class InferPool:
                 worker.alone = bool(self._suspects)
                 if worker.alone:
                     self._give(worker, self._suspects.popleft())
-            while not worker.alone and self._queue and len(worker.given) < self._in_flight:
-                self._give(worker, self._queue.popleft())
+            while not worker.alone and self._waiting() and len(worker.given) < self._in_flight:
+                self._give(worker, self._next())
+
+    def _waiting(self) -> bool:
+        return bool(self._back or self._left or self._again)
+
+    def _next(self) -> Unit:
+        if self._back:
+            return self._back.popleft()
+        if not self._left:
+            return self._again.popleft()
+        position, unit = next(self._new)
+        self._left -= 1
+        self._positions[unit.id] = position
+        return unit
 
     def _give(self, worker: _Worker, unit: Unit) -> None:
         worker.give(unit, self._positions[unit.id])
@@ -189,6 +213,7 @@ class InferPool:
     def _collect(self, done: list[UnitDone]) -> None:
         references = [reference for worker in self._workers for reference in worker.answers()]
         if not ray.wait(references, num_returns=1, timeout=POLL_S)[0]:
+            self._look_for_lost_hosts()
             return
         ready = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
         for worker in list(self._workers):
@@ -211,7 +236,7 @@ class InferPool:
                 else:
                     del worker.others[reference]
             if dead is not None:
-                self._replace(worker, dead)
+                self._replace(worker, str(dead))
                 break  # the set of workers may be another one now
             if out_of_step:
                 self._restart(worker)
@@ -227,20 +252,22 @@ class InferPool:
     def _restart(self, worker: _Worker) -> None:
         """Starts a group anew of which a process failed a unit: the others may be at a batch that it will never join."""
         worker.end()
-        queue = self._suspects if worker.alone else self._queue
+        queue = self._suspects if worker.alone else self._back
         queue.extendleft(reversed(worker.given.values()))
         self._workers[self._workers.index(worker)] = self._start(worker.rank)
 
     def _settle(self, worker: _Worker, unit: Unit, answer: UnitDone | UnitFailed, done: list[UnitDone]) -> None:
         if isinstance(answer, UnitFailed) and unreachable(answer.error):
             self._away.append(answer.error)
-            (self._suspects if worker.alone else self._queue).appendleft(unit)
+            (self._suspects if worker.alone else self._back).appendleft(unit)
             return
         if isinstance(answer, UnitFailed):
-            self._again(unit, self._failures.raised(unit.id, answer.error), answer.error, self._queue)
+            self._failed(unit, self._failures.raised(unit.id, answer.error), answer.error, self._again)
             return
         self._failures.success()
         done.append(answer)
+        del self._positions[unit.id]
+        self.compilations = max(self.compilations, answer.compilations)
         self._bad_rows += answer.committed.footer.rows_bad
         allowed = self._stage.bad_rows
         if answer.last_bad is not None and isinstance(allowed, Quarantine) and self._bad_rows > allowed.max:
@@ -248,14 +275,24 @@ class InferPool:
             hint = "Quarantine(max=...) says how many it allows."
             raise refused(self._stage.name, unit.id, answer.last_bad, more, hint=hint, over_limit=True)
 
-    def _again(self, unit: Unit, decision: Next, error: TpupipeError, queue: deque[Unit]) -> None:
+    def _failed(self, unit: Unit, decision: Next, error: TpupipeError, queue: deque[Unit]) -> None:
         if decision is Next.AGAIN:
             queue.append(unit)
             self._tell("unit_failed", f"unit {unit.id} failed and is tried again: {error.message}", logging.WARNING)
         else:
             self._tell("unit_set_aside", f"unit {unit.id} is set aside: {error.message}", logging.ERROR, unit=unit.id)
 
-    def _replace(self, worker: _Worker, error: RayError) -> None:
+    def _look_for_lost_hosts(self) -> None:
+        """Of a process that waits for its place on a host that is gone, Ray says nothing."""
+        reservation, now = self._run.reservation, time.monotonic()
+        if reservation is None or now < self._looked_s + LOOK_EVERY_S:
+            return
+        self._looked_s = now
+        starting = [worker for worker in self._workers if worker.given and not worker.has_started()]
+        if starting and reservation.lost_hosts():
+            self._replace(starting[0], "It had not started when a host was lost.")
+
+    def _replace(self, worker: _Worker, detail: str) -> None:
         """Starts another worker in place of a lost one, on a new slice if a host was lost."""
         self._book()
         reservation = self._run.reservation
@@ -267,7 +304,7 @@ class InferPool:
                 raise self._errors[0]
             self._charge_store(self._errors)
         else:
-            failure = self._failure(worker, error, lost_as)
+            failure = self._failure(worker, detail, lost_as)
             if not lost and len(worker.given) == 1 and worker.has_started():
                 self._blame(worker, failure)
             else:
@@ -276,7 +313,7 @@ class InferPool:
         for each in reversed(gone):
             # All units of a process that died by itself are suspects; those of a lost host are not.
             suspect = each.alone or (not lost and each.has_started())
-            (self._suspects if suspect else self._queue).extendleft(reversed(each.given.values()))
+            (self._suspects if suspect else self._back).extendleft(reversed(each.given.values()))
             each.end()
         if lost_as is not None and reservation is not None:
             reservation.renew(lost_as[1])
@@ -293,18 +330,18 @@ class InferPool:
         stalled = failure.kind is Kind.STALLED
         told = f"{failure.what} (stacks: {failure.stacks})" if stalled else failure.detail
         died = died_error(self._stage.name, unit.id, told)
-        self._again(unit, self._failures.died(unit.id, died), died, self._suspects)
+        self._failed(unit, self._failures.died(unit.id, died), died, self._suspects)
 
-    def _failure(self, worker: _Worker, error: RayError, lost_as: tuple[Kind, str] | None) -> Failure:
+    def _failure(self, worker: _Worker, detail: str, lost_as: tuple[Kind, str] | None) -> Failure:
         if lost_as is not None:
-            return Failure(lost_as[0], None, lost_as[1], str(error))
-        given = {unit.id for unit in worker.given.values()}
-        stalls = [stall for stall in self._stalls if stall["unit"] in given]
-        if stalls:  # each unit in flight has a watchdog
+            return Failure(lost_as[0], None, lost_as[1], detail)
+        given, ranks = {unit.id for unit in worker.given.values()}, worker.ranks
+        stalls = [s for s in self._stalls if s.get("unit") in given or s.get("rank") in ranks]
+        if stalls:  # each unit in flight has a watchdog, and so has each process that starts
             self._stalls = [stall for stall in self._stalls if stall not in stalls]
             what = f"inference worker {worker.rank}: {stalls[0]['phase']}"
             return Failure(Kind.STALLED, None, what, stalls[0]["traceback"], stalls[0]["uri"])
-        return Failure(Kind.WORKER, None, f"inference worker {worker.rank} died", str(error))
+        return Failure(Kind.WORKER, None, f"inference worker {worker.rank} died", detail)
 
     def _charge_store(self, errors: list[TpupipeError]) -> None:
         what = errors[0].message.splitlines()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -34,9 +35,9 @@ from tpupipe.stages.infer_engine import Computed, InferEngine
 from tpupipe.stages.infer_params import ParamsSource
 from tpupipe.stages.infer_pipeline import Pipeline, Sink
 from tpupipe.stages.lockstep import Lockstep
-from tpupipe.stages.stall import Watchdog
+from tpupipe.stages.stall import Bounds, Phase, Watchdog
 from tpupipe.stages.unit_failures import is_the_units_own
-from tpupipe.stages.units import Committed, UnitTarget, commit_errors, commit_written
+from tpupipe.stages.units import Committed, UnitTarget, clear_errors, commit_errors, commit_written
 
 UNIT, ROW = "unit", "row"
 MOST_VALUES = 2**31 - 1  # of a row: more than a ragged column holds of a unit
@@ -55,7 +56,7 @@ class InferPlan:
         params: Where the parameters are.
         coordinator: Where to report.
         faults: Faults to inject.
-        stall_timeout_s: Seconds after which a unit that does not end is a failure.
+        bounds: How long a worker may be without progress.
     """
 
     stage: Infer
@@ -66,7 +67,7 @@ class InferPlan:
     params: ParamsSource
     coordinator: CoordinatorHandle
     faults: tuple[Fault, ...]
-    stall_timeout_s: float
+    bounds: Bounds
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,14 @@ class InferWorker:
         self._rank = rank
         self._lockstep = lockstep
         self._turn, self._turned = 0, threading.Condition()
-        with reported(plan.coordinator, rank=rank):
+        self._phase, self._watchdogs, self._lock = plan.bounds.working, set[Watchdog](), threading.Lock()
+        who = f"inference worker {rank}"
+        starting = Watchdog(plan.bounds.starting, who, plan.target, plan.coordinator, rank=rank)
+        with reported(plan.coordinator, rank=rank), starting.watching():
             arm_worker(plan.faults, plan.coordinator, plan.target, stage=plan.stage.name, rank=rank)
-            self._start(rank)
+            self._start(rank, starting)
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int, watchdog: Watchdog) -> None:
         import jax
 
         plan, stage, began = self._plan, self._plan.stage, time.monotonic()
@@ -129,11 +133,10 @@ class InferWorker:
         use_compile_cache(plan.target.store, plan.target.paths)
         devices = jax.local_devices() if self._lockstep is None else jax.devices()
         mesh, rows = infer_mesh(stage, devices)
+        watchdog.enter(plan.bounds.restoring)
         params = plan.params.load(lambda tree: state_shardings(tree, mesh, stage.sharding, stage.batch_axes))
-        self._engine = InferEngine(stage, params, mesh, rows, self._compiled)
+        self._engine = InferEngine(stage, params, mesh, rows, self._compiling)
         self._template: Columns | None = None
-        self._watchdogs: set[Watchdog] = set()
-        self._lock = threading.Lock()
         self._pipeline: Pipeline[_UnitJob, UnitDone | None] = Pipeline(
             self._read, self._engine, self._sink, self._progress, lockstep=self._lockstep is not None
         )
@@ -173,22 +176,43 @@ class InferWorker:
             self._turned.notify_all()
             return self._pipeline.submit(job)
 
-    def _watched(self, unit: Unit) -> Any:
+    # -- watchdogs: one per unit in flight, all of which beat when the pipeline makes progress ------
+
+    @contextlib.contextmanager
+    def _watched(self, unit: Unit) -> Iterator[None]:
         plan = self._plan
         what = f"unit {unit.id}, or one in flight with it on inference worker {self._rank},"
-        return _Beaten(
-            Watchdog(plan.stall_timeout_s, what, plan.target, plan.coordinator, unit=unit.id),
-            self._watchdogs,
-            self._lock,
-        )
+        watchdog = Watchdog(plan.bounds.working, what, plan.target, plan.coordinator, unit=unit.id)
+        with watchdog.watching():
+            with self._lock:
+                watchdog.enter(self._phase)
+                self._watchdogs.add(watchdog)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._watchdogs.discard(watchdog)
 
     def _progress(self) -> None:
         with self._lock:
             for watchdog in self._watchdogs:
                 watchdog.beat()
 
-    def _compiled(self, seconds: float, shapes: str, ahead: bool) -> None:
-        self._progress()
+    def _enter(self, phase: Phase) -> None:
+        with self._lock:
+            self._phase = phase
+            for watchdog in self._watchdogs:
+                watchdog.enter(phase)
+
+    @contextlib.contextmanager
+    def _compiling(self, shapes: str, ahead: bool) -> Iterator[None]:
+        began = time.monotonic()
+        self._enter(self._plan.bounds.compiling)
+        try:
+            yield
+        finally:
+            self._enter(self._plan.bounds.working)
+        seconds = time.monotonic() - began
         self._plan.coordinator.report(
             event("compiling", seconds=seconds, init_seconds=0.0, shapes=shapes, ahead=ahead, rank=self._rank)
         )
@@ -235,24 +259,6 @@ def sample_unit(plan: InferPlan, unit: Unit, auto: AutoBuckets) -> dict[int, int
     return dict(rows_of)
 
 
-class _Beaten:
-    """A watchdog that watches while inside and is beaten whenever the pipeline makes progress."""
-
-    def __init__(self, watchdog: Watchdog, beaten: set[Watchdog], lock: threading.Lock) -> None:
-        self._watchdog, self._beaten, self._lock = watchdog, beaten, lock
-        self._watching = watchdog.watching()
-
-    def __enter__(self) -> None:
-        self._watching.__enter__()
-        with self._lock:
-            self._beaten.add(self._watchdog)
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._beaten.discard(self._watchdog)
-        self._watching.__exit__(None, None, None)
-
-
 class _Elsewhere:
     """What another process of the group writes."""
 
@@ -292,6 +298,8 @@ class _UnitSink:
         point("unit.mapped", index=index, unit=unit.id)
         if bad:
             commit_errors(target, unit, errors_table(unit.id, bad))
+        else:
+            clear_errors(target, unit)
         counts = replace(self._counts, rows_bad=len(bad))
         committed = commit_written(target, unit, index, self._writer, counts)
         return UnitDone(committed, self._engine.compilations, bad[-1] if bad else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import os
 import pickle
@@ -29,13 +28,22 @@ from tpupipe.ledger.events import Seconds, event
 from tpupipe.local.periodic import periodically
 from tpupipe.programs.user_code import user_code
 from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors
-from tpupipe.stages.committed import Compaction, resume_units
+from tpupipe.stages.committed import Compaction, PendingUnits, resume_units
 from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stages.failures import Budget
 from tpupipe.stages.finished import units_done
 from tpupipe.stages.progress import UnitProgress
 from tpupipe.stages.result import StageResult
+from tpupipe.stages.retry import answered
 from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
-from tpupipe.stages.unit_failures import UnitFailures, died_error, first_inputs, is_the_units_own
+from tpupipe.stages.unit_failures import (
+    UnitFailures,
+    died_error,
+    first_inputs,
+    is_the_units_own,
+    probes_of,
+    trial_order,
+)
 from tpupipe.stages.units import (
     Committed,
     UnitTarget,
@@ -119,7 +127,8 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
     units = run.inputs[stage.source]
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
-    pending, reused = resume_units(run, stage.name, units, "")
+    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+    pending, reused = answered(run, budget, lambda: resume_units(run, stage.name, units, ""))
     run.log.emit(
         "stage",
         f"{stage.name}: {len(units)} units, {len(pending)} to do" + (f", {len(reused)} done before" if reused else ""),
@@ -128,27 +137,21 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         pending=len(pending),
     )
     with seconds.measured("working"):
-        failures = UnitFailures(stage.name, run.config.budgets.unit_failures, len(pending), succeeded=bool(reused))
+        allowed = run.config.budgets.unit_failures
+        failures = UnitFailures(stage.name, allowed, probes_of(pending), succeeded=bool(reused))
         with Compaction(run, stage.name, reused) as compaction:
-            fresh = _map_units(stage, run, units, pending, failures=failures, compaction=compaction)
-        failures.check(first_inputs(pending, failures.set_aside), len(reused) + len(fresh))
-        rows_in = reused.total("rows_in") + sum(c.footer.rows_in for c in fresh)
-        committed = itertools.chain(reused, fresh)
-        manifest = write_manifest(run, stage.name, units, committed, {"code": run.code, "rows_in": str(rows_in)})
+            if pending:
+                _map_units(stage, run, pending, failures, compaction)
+        committed = compaction.committed
+        failures.check(first_inputs(pending, failures.set_aside), len(committed))
+        facts = {"code": run.code, "rows_in": str(committed.total("rows_in"))}
+        manifest = answered(run, budget, lambda: write_manifest(run, stage.name, units, committed, facts))
     return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
 
 
 def _map_units(
-    stage: Preprocess,
-    run: StageRun,
-    units: Sequence[Unit],
-    pending: Sequence[Unit],
-    *,
-    failures: UnitFailures,
-    compaction: Compaction,
-) -> list[Committed]:
-    if not pending:
-        return []
+    stage: Preprocess, run: StageRun, pending: PendingUnits, failures: UnitFailures, compaction: Compaction
+) -> None:
     assert stage.map is not None  # noqa: S101 - the declaration has one of map and dataset
     task = UnitTask(
         stage.source,
@@ -160,12 +163,11 @@ def _map_units(
         run.config.budgets.unit_failures,
         run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
-    positions = {unit.id: index for index, unit in enumerate(units)}
-    items = [{"unit": pickle.dumps(unit), "index": positions[unit.id]} for unit in pending]
+    order = trial_order(len(pending))
+    items = [{"unit": pickle.dumps(pending[i]), "index": int(pending.positions[i])} for i in order]
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
         task, **_task_options(run, stage.name, len(items))
     )
-    done: list[Committed] = []
     progress = UnitProgress(run, stage.name, len(pending))
     for row in _rows(dataset, run, stage.name):
         answer = pickle.loads(row["committed"])  # noqa: S301 - made by our own task
@@ -177,12 +179,10 @@ def _map_units(
             run.log.emit("unit_set_aside", text, level=logging.ERROR, stage=stage.name, unit=answer.unit)
             continue
         failures.success()
-        done.append(answer)
         compaction.add(answer)
         progress.add(answer)
         progress.tell()
     run.absorb(stage.name)
-    return done
 
 
 def _task_options(run: StageRun, stage: str, tasks: int) -> dict[str, Any]:

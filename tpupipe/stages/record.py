@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tpupipe.errors import DataError, ObjectExistsError, StageError
@@ -64,12 +64,28 @@ def read_train_record(store: Store, paths: RunPaths, stage: str) -> TrainRecord 
 def write_train_record(store: Store, paths: RunPaths, stage: str, record: TrainRecord) -> None:
     """Creates the record, which makes the stage complete.
 
+    The same one may be there already: a driver that lost the run was stopped right before it created it, or an answer got
+    lost. Nothing in it tells one driver from another: the next one finds the last checkpoint and trains nothing.
+
     Raises:
         StageError: There is one with other content.
+        DataError: What is there is no such record.
     """
     name = paths.manifest(stage)
     point("stage.manifest", stage=stage)
     try:
         store.create(name, json.dumps({"format": FORMAT, **asdict(record)}, indent=1).encode())
     except ObjectExistsError as error:
-        raise StageError(f"Stage {stage!r} is complete already, with another result: {store.uri(name)}.") from error
+        stored = read_train_record(store, paths, stage)
+        differing = [f.name for f in fields(record) if _text(record, f.name) != _text(stored, f.name)]
+        if differing:
+            raise StageError(
+                f"Stage {stage!r} is complete already, with another result ({', '.join(differing)}): {store.uri(name)}.",
+                hint="Another driver completed the stage. The same command goes on from there.",
+                stage=stage,
+                differing=differing,
+            ) from error
+
+
+def _text(record: TrainRecord | None, name: str) -> str:
+    return json.dumps(getattr(record, name, None), sort_keys=True)  # as text, a loss that is no number equals itself

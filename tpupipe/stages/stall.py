@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tpupipe.config import StageConfig
 from tpupipe.errors import StoreError
 from tpupipe.ledger.events import event
 from tpupipe.stages.coordinator import CoordinatorHandle
@@ -65,6 +66,53 @@ class Phase:
         return f"no progress {self.doing} ({bound})" if self.doing else f"no progress ({bound})"
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """How long each phase of a worker may be without progress, seconds.
+
+    Args:
+        stall_timeout_s: A step, or a unit.
+        compile_timeout_s: ``init`` and compiling.
+        restore_timeout_s: Reading the parameters.
+    """
+
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    compile_timeout_s: float = COMPILE_TIMEOUT_S
+    restore_timeout_s: float = RESTORE_TIMEOUT_S
+
+    @classmethod
+    def of(cls, settings: StageConfig) -> Bounds:
+        """What the configuration sets; what it does not is never shorter than a step may take."""
+        stall_s = settings.stall_timeout_s or STALL_TIMEOUT_S
+        compile_s = settings.compile_timeout_s or max(COMPILE_TIMEOUT_S, stall_s)
+        return cls(stall_s, compile_s, settings.restore_timeout_s or max(RESTORE_TIMEOUT_S, stall_s))
+
+    @property
+    def starting(self) -> Phase:
+        """From the process's start to its parameters: importing, joining the others, reading a manifest."""
+        return Phase(START_TIMEOUT_S, "while starting", key="")
+
+    @property
+    def restoring(self) -> Phase:
+        """Reading the parameters."""
+        return Phase(self.restore_timeout_s, "while restoring", "restore_timeout_s")
+
+    @property
+    def compiling(self) -> Phase:
+        """Tracing, compiling and the first state."""
+        return Phase(self.compile_timeout_s, "in init or compilation", "compile_timeout_s")
+
+    @property
+    def stepping(self) -> Phase:
+        """One step, with its batch and its save's beginning."""
+        return Phase(self.stall_timeout_s, "in a step")
+
+    @property
+    def working(self) -> Phase:
+        """A unit."""
+        return Phase(self.stall_timeout_s)
+
+
 class Watchdog:
     """Ends this process when ``beat`` is not called for the time-out of the phase it is in.
 
@@ -110,6 +158,16 @@ class Watchdog:
         """Says that something else begins."""
         self._last = time.monotonic()  # first: a shorter bound must not be compared with the old phase's silence
         self._phase = phase
+
+    @contextlib.contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Something else is done inside; afterwards what was done before goes on."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def reached(self) -> Mapping[str, Any]:
         """The steps done, as a fact; empty where there are no steps."""

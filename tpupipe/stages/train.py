@@ -33,7 +33,7 @@ from tpupipe.stages.finished import read_manifest, trained
 from tpupipe.stages.record import TrainRecord, write_train_record
 from tpupipe.stages.result import StageResult
 from tpupipe.stages.retry import answered, charge, loss_of
-from tpupipe.stages.stall import COMPILE_TIMEOUT_S, RESTORE_TIMEOUT_S, STALL_TIMEOUT_S
+from tpupipe.stages.stall import Bounds
 from tpupipe.stages.train_group import RAY_TRAIN_SETTINGS, TrainGroups
 from tpupipe.stages.train_worker import TrainPlan
 from tpupipe.stages.units import require_rows
@@ -160,6 +160,15 @@ def _select(stage: Train, run: StageRun, unreadable: set[str]) -> Selection:
                 step=found.step,
                 folder=found.folder,
             )
+    for late in selection.late:
+        run.log.emit(
+            "checkpoint_late",
+            f"{stage.name}: {late}. It is passed over, not deleted.",
+            level=logging.WARNING,
+            stage=stage.name,
+            step=late.found.step,
+            folder=late.found.folder,
+        )
     return selection
 
 
@@ -183,7 +192,6 @@ def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[st
     spec = run.config.cluster.slice_spec()
     policy = SavePolicy.of(stage.checkpoint)
     settings = run.settings(stage.name)
-    stall_timeout_s = settings.stall_timeout_s or STALL_TIMEOUT_S
     return TrainPlan(
         stage=stage,
         target=SaveTarget(
@@ -206,9 +214,7 @@ def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[st
         faults=run.faults,
         log_every_s=settings.log_every_s or LOG_EVERY_S,
         started_s=time.time(),
-        stall_timeout_s=stall_timeout_s,
-        compile_timeout_s=settings.compile_timeout_s or max(COMPILE_TIMEOUT_S, stall_timeout_s),
-        restore_timeout_s=settings.restore_timeout_s or max(RESTORE_TIMEOUT_S, stall_timeout_s),
+        bounds=Bounds.of(settings),
     )
 
 
@@ -314,6 +320,8 @@ def _first_line(text: str) -> str:
     return text.splitlines()[0][:300] if text else ""
 
 
+_ITS_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "error calling callback")
+"""In JAX's errors that are about the program itself and not about another process."""
 _CAUSES = (Kind.APP, Kind.STORE, Kind.WORKER)  # the cause of a failure before what followed from it
 
 
@@ -325,7 +333,7 @@ def _kind(reported: Mapping[str, Any]) -> Kind:
     if isinstance(error, (StoreError, CheckpointError, StageError)):
         return Kind.WORKER
     missed = what.startswith(("JaxRuntimeError", "XlaRuntimeError")) or "Gloo" in what
-    return Kind.WORKER if missed and "RESOURCE_EXHAUSTED" not in what else Kind.APP
+    return Kind.WORKER if missed and not any(sign in what for sign in _ITS_OWN) else Kind.APP
 
 
 def dead_ranks(error: BaseException | None) -> list[int]:

@@ -27,7 +27,7 @@ from tpupipe.stages.compiled import Compiled, compiled, use_compile_cache
 from tpupipe.stages.context import FedBatch, Restorable, StageContext
 from tpupipe.stages.coordinator import CoordinatorHandle
 from tpupipe.stages.finished import read_manifest
-from tpupipe.stages.stall import START_TIMEOUT_S, Phase, Watchdog
+from tpupipe.stages.stall import Bounds, Phase, Watchdog
 from tpupipe.stages.units import require_rows
 
 RUN_AHEAD_STEPS = 2
@@ -50,9 +50,7 @@ class TrainPlan:
         faults: Faults to inject.
         log_every_s: Seconds between metrics.
         started_s: When the driver began this start, seconds since 1970.
-        stall_timeout_s: Seconds after which a step that does not end is a failure.
-        compile_timeout_s: The same for ``init`` and for compiling.
-        restore_timeout_s: The same for restoring.
+        bounds: How long a phase may be without progress.
     """
 
     stage: Train
@@ -67,34 +65,12 @@ class TrainPlan:
     faults: tuple[Fault, ...]
     log_every_s: float
     started_s: float
-    stall_timeout_s: float
-    compile_timeout_s: float
-    restore_timeout_s: float
-
-    @property
-    def starting(self) -> Phase:
-        """From the process's start to its context: importing, reading the manifest."""
-        return Phase(START_TIMEOUT_S, "while starting", key="")
-
-    @property
-    def compiling(self) -> Phase:
-        """Tracing, compiling and the first state."""
-        return Phase(self.compile_timeout_s, "in init or compilation", "compile_timeout_s")
-
-    @property
-    def restoring(self) -> Phase:
-        """Reading the checkpoint."""
-        return Phase(self.restore_timeout_s, "while restoring", "restore_timeout_s")
-
-    @property
-    def stepping(self) -> Phase:
-        """One step, with its batch and its save's beginning."""
-        return Phase(self.stall_timeout_s, "in a step")
+    bounds: Bounds
 
     @property
     def finishing(self) -> Phase:
-        """The wait for the last save, which has bounds of its own."""
-        bound_s = 2 * self.target.timeout_s + self.stall_timeout_s
+        """The wait for the last save, or for one operation of it on a store that is slow to answer."""
+        bound_s = self.target.silence_s + self.bounds.stall_timeout_s
         return Phase(bound_s, "while waiting for the last save", key="")
 
 
@@ -106,7 +82,9 @@ def train_worker(coordinator: CoordinatorHandle, group: str) -> None:
     plan: TrainPlan = coordinator.plan_of(group)
     first = plan.start.commit.step if plan.start else 0
     together = f"stalled/{plan.stage.name}/{plan.target.restart}", ray.train.get_context().get_world_size()
-    watchdog = Watchdog(plan.starting, f"rank {rank}", plan.target, coordinator, step=first, peers=together, rank=rank)
+    watchdog = Watchdog(
+        plan.bounds.starting, f"rank {rank}", plan.target, coordinator, step=first, peers=together, rank=rank
+    )
     with reported(coordinator, reached=watchdog.reached, rank=rank), watchdog.watching():
         _set_slice_environment(plan, rank)
         arm_worker(plan.faults, coordinator, plan.target, stage=plan.stage.name, rank=rank)
@@ -169,11 +147,12 @@ def _train(plan: TrainPlan, watchdog: Watchdog) -> None:
         start=plan.start,
         preemption=_preemption,
         recompile=stage.recompile,
+        on_progress=watchdog.beat,
     )
     context.tell(event("starting", seconds=time.time() - plan.started_s))
     with context.batches() as batches:
         state, step = _prepare(plan, context, mesh, watchdog)
-        watchdog.enter(plan.stepping)
+        watchdog.enter(plan.bounds.stepping)
         _loop(plan, context, batches, state, step, watchdog)
 
 
@@ -183,15 +162,15 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
 
     stage = plan.stage
     began = time.monotonic()
-    watchdog.enter(plan.compiling)
+    watchdog.enter(plan.bounds.compiling)
     key = jax.random.key(stage.seed)
     abstract = abstract_state(stage, mesh)
     with ThreadPoolExecutor(1, thread_name_prefix="compile") as pool:
         compiling = pool.submit(_compile, plan, abstract, context.abstract_batch(), named_sharding(mesh))
         if plan.start is not None:
-            watchdog.enter(plan.restoring)
+            watchdog.enter(plan.bounds.restoring)
         state = context.restore(abstract)
-        watchdog.enter(plan.compiling)
+        watchdog.enter(plan.bounds.compiling)
         if state is None:
             with user_code("init", stage.name):
                 state = jax.jit(stage.init, out_shardings=shardings_of(abstract))(key)
@@ -202,17 +181,20 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
     context.report(
         event("compiling", seconds=time.monotonic() - stated, init_seconds=stated - began, from_cache=step.from_cache)
     )
-    return state, _guarded(plan, context, abstract, step, named_sharding(mesh))
+    return state, _guarded(plan, context, abstract, step, named_sharding(mesh), watchdog)
 
 
-def _guarded(plan: TrainPlan, context: StageContext, abstract: Any, step: Compiled, replicated: Any) -> Guarded:
+def _guarded(  # noqa: PLR0917 - one caller
+    plan: TrainPlan, context: StageContext, abstract: Any, step: Compiled, replicated: Any, watchdog: Watchdog
+) -> Guarded:
     import jax
 
     def program(arguments: Sequence[Any]) -> Any:
         state, batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tuple(arguments)
         )
-        return _compile(plan, state, batch, replicated).call
+        with watchdog.within(plan.bounds.compiling):
+            return _compile(plan, state, batch, replicated).call
 
     guarded = Guarded(
         "step",
@@ -282,7 +264,7 @@ def _loop(  # noqa: PLR0917 - one caller
             break
     watchdog.enter(plan.finishing)
     saving_s += context.finish()
-    watchdog.enter(plan.stepping)
+    watchdog.enter(plan.bounds.stepping)
     context.tell(event("working", seconds=time.monotonic() - began - saving_s, saving_s=saving_s))
     if stopped:
         context.tell(event("stopped", step=done, reason=stopped, saved=context.saved_step == done))

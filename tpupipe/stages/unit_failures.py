@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tpupipe.data.bucket_lengths import spread
 from tpupipe.data.sources import Unit
 from tpupipe.errors import (
     BadRowError,
@@ -19,8 +20,8 @@ from tpupipe.errors import (
     UsageError,
 )
 
-GIVE_UP_AFTER = 3
-"""Units that fail by an exception before any unit succeeds: then it is the code, not the unit."""
+PROBES = 3
+"""Units, spread over all, that are tried first: if each of them raises, it is the code, not the units."""
 
 _SHOWN = 10
 
@@ -39,6 +40,22 @@ def is_the_units_own(error: TpupipeError) -> bool:
     return not isinstance(error, (FencedError, StoreError, CheckpointError, UsageError)) or isinstance(error, DataError)
 
 
+def trial_order(units: int) -> Iterator[int]:
+    """Positions of units in the order in which they are tried: a few from all over, then the others.
+
+    >>> list(trial_order(7))
+    [0, 2, 4, 1, 3, 5, 6]
+    """
+    first = spread(range(units), PROBES)
+    yield from first
+    yield from (position for position in range(units) if position not in first)
+
+
+def probes_of(units: Sequence[Unit]) -> frozenset[str]:
+    """Ids of those that :func:`trial_order` has first."""
+    return frozenset(unit.id for unit in spread(units, PROBES))
+
+
 @dataclass
 class UnitFailures:
     """Counts failures of one stage's units.
@@ -46,13 +63,13 @@ class UnitFailures:
     Args:
         stage: The stage.
         allowed: Failures of a unit after which it is set aside.
-        units: Units to do in this attempt.
+        probes: Ids of the units that are tried first.
         succeeded: Whether some unit is committed already.
     """
 
     stage: str
     allowed: int
-    units: int
+    probes: frozenset[str]
     succeeded: bool = False
     _counts: dict[str, int] = field(default_factory=dict)
     _raised: set[str] = field(default_factory=set)
@@ -66,7 +83,7 @@ class UnitFailures:
         """A unit's own code or data raised.
 
         Raises:
-            TpupipeError: ``error`` itself: it is not about the unit, or the first few units all fail and none succeeds.
+            TpupipeError: ``error`` itself: it is not about the unit, or every probe has raised and no unit succeeded.
         """
         self._check_code(unit, error)
         return self._count(unit, error)
@@ -85,7 +102,7 @@ class UnitFailures:
         if not is_the_units_own(error):
             raise error
         self._raised.add(unit)
-        if not self.succeeded and len(self._raised) >= min(GIVE_UP_AFTER, self.units):
+        if not self.succeeded and self.probes <= self._raised:
             raise error
 
     def _count(self, unit: str, error: TpupipeError) -> Next:

@@ -150,6 +150,23 @@ def commit_errors(target: UnitTarget, unit: Unit, table: pa.Table) -> None:
             target.store.put(name, data)
 
 
+def clear_errors(target: UnitTarget, unit: Unit) -> None:
+    """Removes the error records of a unit that has none now; call it before the unit is committed.
+
+    An earlier driver may have died between them and the unit, and the ``map`` been mended since: the row would be in the
+    output and among the errors. The tries of one driver run the same code, so under the first lease nothing is looked for.
+
+    Raises:
+        FencedError: There are some, and another driver owns the run.
+    """
+    name = target.paths.unit_errors(target.stage, unit.id)
+    if target.fence.epoch == 1 or not target.store.exists(name):
+        return
+    target.fence.check()
+    if not target.store.exists(target.paths.unit(target.stage, unit.id)):  # of a committed unit they are part
+        target.store.delete(name)
+
+
 def read_committed(store: Store, info: ObjectInfo) -> Committed:
     """What a committed unit says of itself; reads the end of its object only."""
     with object_file(store, info.name, info.size) as file:
@@ -222,18 +239,49 @@ def place_of(schemas: list[pa.Schema], schema: pa.Schema) -> int:
 
 
 def publish_manifest(run: StageRun, manifest: Manifest) -> Manifest:
-    """Creates the manifest's object, which makes the stage complete."""
-    stage = manifest.stage
+    """Creates the manifest's object, which makes the stage complete.
+
+    The same one may be there already: a driver that lost the run was stopped right before it created it, or an answer got lost.
+
+    Returns:
+        What the store holds now.
+
+    Raises:
+        FencedError: Another driver owns the run.
+        StageError: There is one with other content.
+        DataError: What is there is no manifest.
+    """
+    stage, name = manifest.stage, run.paths.manifest(manifest.stage)
     run.lease.check()
     point("stage.manifest", stage=stage)
     try:
-        run.store.create(run.paths.manifest(stage), manifest.to_json())
+        run.store.create(name, manifest.to_json())
     except ObjectExistsError as error:
-        raise StageError(
-            f"Stage {stage!r} has a manifest already, with other content: {run.store.uri(run.paths.manifest(stage))}.",
-            stage=stage,
-        ) from error
+        stored = Manifest.from_json(run.store.read(name))
+        if differing := manifest_differences(manifest, stored):
+            raise StageError(
+                f"Stage {stage!r} has a manifest already, with other {', '.join(differing)}: {run.store.uri(name)}.",
+                hint="Another driver, of other code or input, completed the stage. The same command goes on from there.",
+                stage=stage,
+                differing=differing,
+            ) from error
+        return stored
     return manifest
+
+
+def manifest_differences(one: Manifest, other: Manifest) -> list[str]:
+    """In what two manifests of a stage differ; pure. A checksum that one of them does not know is no difference."""
+
+    def same_unit(a: ManifestUnit, b: ManifestUnit) -> bool:
+        known = None not in (a.crc32c, b.crc32c)
+        return a == b if known else replace(a, crc32c=None) == replace(b, crc32c=None)
+
+    same = {
+        "units": len(one.units) == len(other.units) and all(map(same_unit, one.units, other.units)),
+        "schema": one.schema.equals(other.schema, check_metadata=True),
+        "fingerprints": dict(one.fingerprints) == dict(other.fingerprints),
+    }
+    return [what for what, is_same in same.items() if not is_same]
 
 
 def require_rows(stage: str, manifest: Manifest) -> Manifest:

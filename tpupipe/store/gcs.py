@@ -47,7 +47,7 @@ T = TypeVar("T")
 _PAGE = 1000
 _DELETERS = 8
 _COLUMNS = "name,size,crc32c,generation"
-_ITEM = f"{_COLUMNS},updated"
+_ITEM = f"{_COLUMNS},timeCreated"
 
 
 @final
@@ -264,7 +264,7 @@ class GcsStore(Store):
                 size=int(item.get("size", 0)),
                 crc32c=_checksum(item),
                 generation=str(item["generation"]),
-                updated_s=datetime.fromisoformat(item["updated"]).timestamp(),
+                updated_s=datetime.fromisoformat(item["timeCreated"]).timestamp(),
             )
         except (KeyError, ValueError, TypeError) as error:
             raise AttemptError(Failure(StoreError, f"the store described an object as {item!r}")) from error

@@ -143,6 +143,20 @@ def read_standing(store: Store, paths: RunPaths) -> Standing | None:
     return standing
 
 
+def lease_times(store: Store, paths: RunPaths) -> dict[int, float]:
+    """When each lease of a run was taken: its epoch to seconds since 1970 on the store's clock. One listing.
+
+    Raises:
+        StoreError: The listing failed; never taken for "nobody".
+    """
+    times = {}
+    for info in store.list(paths.leases + "/"):
+        epoch = parse_lease(info.name)
+        if epoch is not None:
+            times[epoch] = info.updated_s  # a lease is created and never rewritten
+    return times
+
+
 def acquire(
     store: Store,
     paths: RunPaths,
