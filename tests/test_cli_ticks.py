@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from tpupipe.cli import app
 from tpupipe.cli_ticks import TickOptions, print_backfill, run_backfill
 from tpupipe.config import Config
-from tpupipe.errors import RunHeldError, UsageError
+from tpupipe.errors import DataError, RunHeldError, UsageError
+from tpupipe.incremental import failed_before
 from tpupipe.run import RunOptions, RunResult
 from tpupipe.ticks import tick_text
 
@@ -67,6 +68,28 @@ def test_the_first_failure_ends_a_backfill_and_tells_what_was_done():
     report = caught.value.data["report"]
     assert report["status"] == "failed"
     assert [t["tick"] for t in report["ticks"]] == [f"2026-11-0{n}T00:00" for n in (1, 2, 3)]
+
+
+def test_an_earlier_tick_that_fails_does_not_end_a_backfill():
+    """It is tried once; the range is done, then its error is raised, with all results."""
+    earlier = RunResult("job", "nightly", "gs://x", "failed", 2, tick="2026-10-31T00:00")
+    left: list[frozenset[str]] = []
+
+    def run_one(options):
+        left.append(options.left)
+        if earlier.tick in options.left:
+            return result(options)
+        raise failed_before(result(options), {earlier.tick: DataError("poisoned", result=earlier)})
+
+    ticks = TickOptions(backfill="2026-11-01..2026-11-03", every="1d")
+    with pytest.raises(DataError, match="poisoned") as caught:
+        run_backfill(ticks, config(), RunOptions(), run_one)
+    assert left == [frozenset(), frozenset({earlier.tick}), frozenset({earlier.tick})]
+    report = caught.value.data["report"]
+    assert [(t["tick"], t["status"]) for t in report["ticks"]] == [
+        ("2026-10-31T00:00", "failed"),
+        *((f"2026-11-0{n}T00:00", "done") for n in (1, 2, 3)),
+    ]
 
 
 def test_a_backfill_is_printed_as_lines_or_as_one_object(capsys):

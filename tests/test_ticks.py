@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tpupipe.errors import UsageError
-from tpupipe.ticks import parse_every, parse_range, parse_tick, tick_text, truncated
+from tpupipe.ticks import parse_every, parse_range, parse_tick, refuse_future, tick_text, truncated
 
 NOW = datetime(2026, 11, 30, 9, 41, 12, 345, tzinfo=UTC)
 
@@ -63,6 +63,14 @@ def test_a_range_has_both_ends_in_order():
     ]
     assert [tick_text(t) for t in parse_range("2026-11-29T03:00..2026-11-30T02:00", day, NOW)] == ["2026-11-29T03:00"]
     assert len(parse_range("2026-11-30..2026-11-30", day, NOW)) == 1
+
+
+def test_a_tick_may_be_now_but_not_later():
+    """The message has what was typed and what time it is."""
+    refuse_future(truncated(NOW, timedelta(minutes=1)), NOW, "--as-of")
+    refuse_future(NOW, NOW, "--as-of")
+    with pytest.raises(UsageError, match=r"^--as-of X reaches into the future: it is 2026-11-30T09:41 UTC"):
+        refuse_future(NOW + timedelta(minutes=1), NOW, "--as-of X")
 
 
 @pytest.mark.parametrize(

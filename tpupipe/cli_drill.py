@@ -67,18 +67,17 @@ def drill_command(
             budget_s=None if budget is None else duration_s(budget),
             timeout_s=None if timeout is None else duration_s(timeout),
             seed=seed if random else None,
+            junit=junit,
         )
         set_up_logs("info", "text", {})
         with redirect_stdout(sys.stderr):  # Ray prints warnings of its nodes there
             report = run_drill(job, config, overrides or (), options, lambda text: typer.echo(text, err=True))
-        _print(report, as_json, junit)
+        _print(report, as_json)
     if report.status != "passed":
         raise typer.Exit(1)
 
 
-def _print(report: Report, as_json: bool, junit: Path | None) -> None:
-    if junit is not None:
-        junit.write_text(report.to_junit(), encoding="utf-8")
+def _print(report: Report, as_json: bool) -> None:
     if as_json:
         typer.echo(report.to_json())
         return

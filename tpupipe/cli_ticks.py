@@ -19,7 +19,11 @@ from tpupipe.ticks import parse_every, parse_range, parse_tick
 
 AsOf = Annotated[
     str | None,
-    typer.Option("--as-of", metavar="TIME", help="Incremental: the tick, 2026-11-30T02:00 (UTC). Default: now."),
+    typer.Option(
+        "--as-of",
+        metavar="TIME",
+        help="Incremental: the tick, 2026-11-30T02:00 (UTC), not in the future. Default: now.",
+    ),
 ]
 Backfill = Annotated[
     str | None,
@@ -30,7 +34,11 @@ EveryOption = Annotated[
     typer.Option("--every", metavar="INTERVAL", help="With --backfill: 15m, 1h, 1d. Default: schedule.every."),
 ]
 Reprocess = Annotated[
-    bool, typer.Option("--reprocess", help="Incremental: a new generation of partitions, from all inputs.")
+    bool,
+    typer.Option(
+        "--reprocess",
+        help="Incremental: a new generation of partitions, from all inputs. The same again goes on with the one it began.",
+    ),
 ]
 
 
@@ -66,7 +74,9 @@ class TickOptions:
 def run_backfill(
     ticks: TickOptions, config: Config, options: RunOptions, run_one: Callable[[RunOptions], RunResult]
 ) -> list[RunResult]:
-    """Runs the ticks of a range in order; those that are complete cost a look. The first failure ends it.
+    """Runs the ticks of a range in order; those that are complete cost a look. The first failure of one of them ends it.
+
+    Earlier ticks that fail are tried once, and told of when the range is done.
 
     Args:
         ticks: What was typed.
@@ -75,22 +85,30 @@ def run_backfill(
         run_one: Runs one tick.
 
     Raises:
-        TpupipeError: Of the tick that failed; ``data["report"]`` has the results before it.
+        TpupipeError: Of the tick that failed; ``data["report"]`` has the results until then.
     """
     every = parse_every(ticks.every or config.schedule.every)
     if config.mode != "incremental":
         raise UsageError("--backfill is for mode: incremental, and it is full.", hint="--set mode=incremental")
     results: list[RunResult] = []
+    before: TpupipeError | None = None
+    left: frozenset[str] = options.left
     for number, tick in enumerate(parse_range(ticks.backfill or "", every, datetime.now(UTC))):
         # One new generation for all of them: it is begun for the first.
-        asked = replace(options, as_of=tick, backfilled=True, reprocess=options.reprocess and number == 0)
+        asked = replace(options, as_of=tick, backfilled=True, reprocess=options.reprocess and number == 0, left=left)
         try:
             results.append(run_one(asked))
         except TpupipeError as error:
-            failed = error.data.pop("result", None)
-            found = [*results, failed] if isinstance(failed, RunResult) else results
-            error.data["report"] = {"status": "failed", **report(found)}
-            raise
+            ended = [error.data.pop("result", None), error.data.pop("at_hand", None)]
+            results += [result for result in ended if isinstance(result, RunResult)]
+            if "earlier" not in error.data:
+                error.data["report"] = {"status": "failed", **report(results)}
+                raise
+            left |= set(error.data["earlier"])
+            before = before or error
+    if before is not None:
+        before.data["report"] = {"status": "failed", **report(results)}
+        raise before
     return results
 
 

@@ -21,13 +21,24 @@ from tpupipe.config import Config
 from tpupipe.data.listing import InputFile, list_files
 from tpupipe.data.sample import parse_sample, sample_units
 from tpupipe.data.sources import Source, Unit, fingerprint_units
-from tpupipe.errors import DataError, JobError, ObjectExistsError, RunChangedError, RunHeldError
+from tpupipe.errors import (
+    BudgetExceededError,
+    DataError,
+    JobError,
+    ObjectExistsError,
+    RunChangedError,
+    RunHeldError,
+    StageError,
+    StoreDeniedError,
+    TpupipeError,
+    UsageError,
+)
 from tpupipe.faults.points import point
 from tpupipe.identity import Identity, check_identity, identify, settle_identity
 from tpupipe.job import Infer, Job, Preprocess, Stage, Train
-from tpupipe.store.layout import GenerationPaths, TickPaths, parse_tick_done
+from tpupipe.store.layout import GenerationPaths, TickPaths, parse_tick_done, parse_unit
 from tpupipe.store.objects import Store
-from tpupipe.ticks import parse_every, tick_text, truncated
+from tpupipe.ticks import parse_every, parse_tick, refuse_future, tick_text, truncated
 
 if TYPE_CHECKING:
     from tpupipe.run import Attempt, RunOptions, RunResult
@@ -66,8 +77,15 @@ def check_incremental(job: Job) -> tuple[str, ...]:
 
 
 def tick_of(options: RunOptions, config: Config, now: datetime) -> str:
-    """The tick asked for: ``as_of``, or now, truncated to ``schedule.every``."""
-    return tick_text(options.as_of or truncated(now, parse_every(config.schedule.every)))
+    """The tick asked for: ``as_of``, or now, truncated to ``schedule.every``.
+
+    Raises:
+        UsageError: It has seconds, or is in the future.
+    """
+    asked = options.as_of
+    tick = truncated(now, parse_every(config.schedule.every)) if asked is None else parse_tick(asked.isoformat())
+    refuse_future(tick, now, f"--as-of {tick_text(tick)}")
+    return tick_text(tick)
 
 
 def run_tick(
@@ -78,8 +96,12 @@ def run_tick(
     *,
     input_options: Mapping[str, Any],
     owned: Owned,
+    params_now: Callable[[Infer], str],
 ) -> RunResult:
     """Runs one tick of a dataset to the end, after what earlier ticks left undone.
+
+    An earlier tick that fails by itself does not keep the tick at hand from being done. It has a claim, or it would not
+    be resumed: its inputs stay its own and are neither lost nor taken again, in whatever order the ticks are done.
 
     Args:
         job: The declaration.
@@ -88,21 +110,64 @@ def run_tick(
         store: The store.
         input_options: fsspec's options for opening inputs.
         owned: See ``Owned``.
+        params_now: Fingerprint of the parameters that a stage would be given now.
 
     Raises:
         RunHeldError: Another driver is at work on this tick.
         RunChangedError: The job, its parameters or code changed since the generation began.
+        TpupipeError: Also of an earlier tick, once the tick at hand is complete: see ``failed_before``.
     """
-    dataset = Dataset(job, config, options, store, input_options, check_incremental(job))
+    dataset = Dataset(job, config, options, store, input_options, check_incremental(job), params_now)
     tick = tick_of(options, config, datetime.now(UTC))
     generation = dataset.open_generation(tick)
+    failed: dict[str, TpupipeError] = {}
     for earlier in unfinished(read_claims(store, generation), done_ticks(store, generation), tick):
+        if earlier in options.left:
+            continue
         logger.info("tick %s of dataset %s is not complete: it comes first", earlier, generation.run)
         try:
             dataset.run(generation, earlier, owned, take_over=False)  # insisting is about the tick that was named
         except RunHeldError as error:
             logger.warning("tick %s is left to the driver that has it: %s", earlier, error.message)
-    return dataset.run(generation, tick, owned, take_over=options.take_over)
+        except TpupipeError as error:
+            if not is_the_ticks_own(error):
+                raise
+            logger.warning("tick %s failed again; tick %s is done all the same: %s", earlier, tick, error)
+            failed[earlier] = error
+    result = dataset.run(generation, tick, owned, take_over=options.take_over)
+    if failed:
+        raise failed_before(result, failed) from next(iter(failed.values()))
+    return result
+
+
+def is_the_ticks_own(error: TpupipeError) -> bool:
+    """Whether an error says something about the tick that failed, so that another tick may well succeed; pure.
+
+    A stage's errors are about the tick's rows, a data or usage error about its inputs or about what was made of them
+    before. An input may also be forbidden; where it is the store, the next tick is told so before it does anything. What
+    is left ends the driver: Ctrl-C, the loss of the lease, a store that does not answer, no slice, no checkpoint of
+    parameters, a budget that is used up.
+    """
+    if isinstance(error, BudgetExceededError):
+        return False
+    return isinstance(error, (StageError, DataError, UsageError, StoreDeniedError))
+
+
+def failed_before(result: RunResult, failed: Mapping[str, TpupipeError]) -> TpupipeError:
+    """The error to end with where earlier ticks failed and the tick at hand is complete: the first of them, retold; pure.
+
+    Args:
+        result: Of the tick at hand; ``data["at_hand"]``.
+        failed: Errors by earlier tick, in order; ``data["earlier"]`` names the ticks, and ``data["result"]`` is the first one's.
+    """
+    first, error = next(iter(failed.items()))
+    data = {**error.data, "tick": first, "earlier": tuple(failed), "at_hand": result}
+    return type(error)(
+        f"Tick {result.tick} is complete, but {len(failed)} earlier one(s) failed again: {', '.join(failed)}. "
+        f"{first}: {error.message}",
+        hint=error.hint,
+        **data,
+    )
 
 
 def unfinished(claims: Sequence[Claim], done: Sequence[str], before: str) -> list[str]:
@@ -121,9 +186,9 @@ def next_generation(newest: int, begun_for: str | None, tick: str, *, same: bool
 
     Args:
         newest: The newest generation, 0 if there is none.
-        begun_for: The tick that the newest one was begun for.
+        begun_for: The tick that the newest one was begun for by ``--reprocess``, if it was.
         tick: The tick at hand.
-        same: Whether the job is the one that the newest generation was begun with.
+        same: Whether job and parameters are those that all of the newest generation is made with.
         reprocess: Whether a new generation is wanted. The same command given again goes on with the one it began.
     """
     if newest == 0:
@@ -142,6 +207,7 @@ class Dataset:
         store: The store.
         input_options: fsspec's options for opening inputs.
         tables: Stages whose rows are its tables.
+        params_now: Fingerprint of the parameters that a stage would be given now.
     """
 
     job: Job
@@ -150,6 +216,7 @@ class Dataset:
     store: Store
     input_options: Mapping[str, Any]
     tables: tuple[str, ...]
+    params_now: Callable[[Infer], str]
 
     def open_generation(self, tick: str) -> GenerationPaths:
         """The generation that a tick belongs to; begins it where there is none, or a new one is asked for.
@@ -159,10 +226,13 @@ class Dataset:
         """
         newest, begun_for = self._newest()
         identity = self._identity({})
-        allow = self.options.allow_change
-        same = newest > 0 and self._is_same(self._generation(newest), identity)
-        number = next_generation(newest, begun_for, tick, same=same, reprocess=self.options.reprocess)
+        allow, reprocess = self.options.allow_change, self.options.reprocess
+        # Only then it matters: the parameters' checkpoint is looked for.
+        same = reprocess and begun_for == tick and self._is_same(self._generation(newest), identity)
+        number = next_generation(newest, begun_for, tick, same=same, reprocess=reprocess)
         generation = self._generation(number)
+        if reprocess and number == newest:
+            logger.info("generation %d was begun by the same --reprocess with nothing changed: it goes on", number)
         try:
             if number != newest:
                 self._begin(generation, tick)
@@ -191,7 +261,7 @@ class Dataset:
             attempt.log.emit("claim", f"tick {tick}: {claim.files} new input file(s)", tick=tick, files=claim.files)
             self._check_unchanged(paths, claim, listed)
             attempt.inputs = self._planned(claim)
-            attempt.settle_params = lambda stage, fingerprint: self._settle_params(generation, stage, fingerprint)
+            attempt.settle_params = lambda stage, fingerprint: self._settle_params(paths, stage, fingerprint)
             self._complete_empty(attempt, paths)
             result = attempt.execute(self._identity(attempt.inputs))
             attempt.lease.check()
@@ -236,10 +306,10 @@ class Dataset:
 
     def _check_unchanged(self, paths: TickPaths, claim: Claim, listed: Mapping[str, list[InputFile]]) -> None:
         changed = changed_inputs(claim, listed)
-        if changed and not self.options.allow_change:
+        if changed:  # also with --allow-change: what was claimed cannot be read any more
             raise RunChangedError(
                 f"{len(changed)} input file(s) of tick {paths.date} changed since it claimed them: {', '.join(changed[:5])}.",
-                hint="Put them back as they were; new versions are taken by the next tick. Or --allow-change.",
+                hint="Put them back as they were; new versions are taken by the next tick. Or --reprocess.",
                 run=paths.run,
                 changes={path: ["claimed", "changed"] for path in changed},
             )
@@ -253,34 +323,47 @@ class Dataset:
         return identify(self.job, self.config, input_options=self.input_options, inputs=inputs)
 
     def _is_same(self, generation: GenerationPaths, identity: Identity) -> bool:
+        """Whether all of a generation is made by this job with these parameters: none that was allowed in between."""
+        if next(iter(self.store.list(generation.changes + "/")), None) is not None:
+            return False
         try:
             check_identity(self.store, generation, identity, allow_change=False)
         except RunChangedError:
             return False
-        return True
+        stages = [stage for stage in self.job.stages if isinstance(stage, Infer)]
+        had = [(stage, set(self._params(generation, stage.name))) for stage in stages]
+        return all(fingerprints == {self.params_now(stage)} for stage, fingerprints in had if fingerprints)
 
     def _newest(self) -> tuple[int, str | None]:
         number, begun_for = 0, None
         while self.store.exists(self._generation(number + 1).begun):
             number += 1
-            begun_for = str(_record(self.store, self._generation(number).begun)["tick"])
+            record = _record(self.store, self._generation(number).begun)
+            begun_for = str(record["tick"]) if record.get("reprocess", True) else None
         return number, begun_for
 
     def _begin(self, generation: GenerationPaths, tick: str) -> None:
-        record = {"format": FORMAT, "tick": tick, "created_s": time.time()}
+        record = {"format": FORMAT, "tick": tick, "reprocess": self.options.reprocess, "created_s": time.time()}
         try:
             self.store.create(generation.begun, json.dumps(record).encode())
         except ObjectExistsError:
             logger.info("generation %d of dataset %s was begun by another tick", generation.number, generation.run)
 
-    def _settle_params(self, generation: GenerationPaths, stage: str, fingerprint: str) -> None:
+    def _params(self, generation: GenerationPaths, stage: str) -> list[str]:
+        """Fingerprints of the parameters that a stage's partitions were made with, the newest last."""
+        records = sorted(info.name for info in self.store.list(generation.params(stage) + "/"))
+        return [str(_record(self.store, name)["fingerprint"]) for name in records]
+
+    def _settle_params(self, paths: TickPaths, stage: str, fingerprint: str) -> None:
         """Notes what parameters the generation is made with, or compares.
 
         Raises:
-            RunChangedError: They are others now, and that was not allowed.
+            RunChangedError: They are others now, and that was not allowed; or a part of the tick is made with others.
         """
-        records = sorted(info.name for info in self.store.list(generation.params(stage) + "/"))
-        had = str(_record(self.store, records[-1])["fingerprint"]) if records else fingerprint
+        self._check_partition(paths, stage, fingerprint)  # before the record: what is refused is not noted
+        generation = paths.generation
+        records = self._params(generation, stage)
+        had = records[-1] if records else fingerprint
         if had != fingerprint and not self.options.allow_change:
             raise RunChangedError(
                 f"Dataset {generation.run!r}: the parameters of stage {stage!r} are not those of the earlier ticks "
@@ -294,7 +377,26 @@ class Dataset:
                 record = {"format": FORMAT, "fingerprint": fingerprint}
                 self.store.create(generation.param(stage, len(records) + 1), json.dumps(record).encode())
             except ObjectExistsError:  # another tick was faster: compare with what it noted
-                self._settle_params(generation, stage, fingerprint)
+                self._settle_params(paths, stage, fingerprint)
+
+    def _check_partition(self, paths: TickPaths, stage: str, fingerprint: str) -> None:
+        """Refuses to go on with a partition that was begun with other parameters, whatever is allowed.
+
+        Its first unit tells: none was ever committed beside units of others.
+        """
+        from tpupipe.stages.units import read_committed
+
+        unit = next((info for info in self.store.list(paths.units(stage) + "/") if parse_unit(info.name)), None)
+        had = fingerprint if unit is None else read_committed(self.store, unit).footer.params_fingerprint
+        if had != fingerprint:
+            raise RunChangedError(
+                f"Tick {paths.date} of dataset {paths.run!r} is half done: units of stage {stage!r} are committed that were "
+                f"made with other parameters ({had} then, {fingerprint} now). A partition is never made with two.",
+                hint="--reprocess makes a new generation with the new ones. To finish this tick as it was begun, name the "
+                "checkpoint of then: Infer(params='.../checkpoints/<step>-<epoch>'), and --allow-change.",
+                run=paths.run,
+                changes={f"params.{stage}": [had, fingerprint]},
+            )
 
     def _complete_empty(self, attempt: Attempt, paths: TickPaths) -> None:
         """Completes the stages that have no input in this tick, with the schema that they had before."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tpupipe.config import Config, Environment, environment, process_variables
@@ -53,6 +54,7 @@ class RunOptions:
         as_of: Incremental: the tick; by default now, truncated to ``schedule.every``.
         reprocess: Incremental: make a new generation of partitions, from all inputs.
         backfilled: Incremental: the tick takes only inputs that were modified up to its time.
+        left: Incremental: earlier ticks that are not tried again.
     """
 
     name: str | None = None
@@ -63,6 +65,7 @@ class RunOptions:
     as_of: datetime | None = None
     reprocess: bool = False
     backfilled: bool = False
+    left: frozenset[str] = frozenset()
 
     def with_configured_faults(self, config: Config) -> RunOptions:
         """With the faults of the configuration appended.
@@ -133,7 +136,13 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
     options = (options or RunOptions()).with_configured_faults(config)
     env = environment()
     check_before_anything(job, config, options)
-    check_faults(options.faults, options.store_faults, config, env.emulator)
+    check_faults(
+        options.faults,
+        options.store_faults,
+        config,
+        env.emulator,
+        {stage.name: type(stage).__name__ for stage in job.stages},
+    )
     fired: dict[int, list[dict[str, str]]] = {}  # over all ticks of this driver
     with (
         StopRequest().on_signals() as stop,
@@ -172,7 +181,15 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
 
             if config.mode == "incremental":
                 with armed_driver(options.faults, None, store, None, fired):
-                    return run_tick(job, config, options, store, input_options=input_options(endpoint), owned=owned)
+                    return run_tick(
+                        job,
+                        config,
+                        options,
+                        store,
+                        input_options=input_options(endpoint),
+                        owned=owned,
+                        params_now=lambda stage: params_now(stage, config, endpoint),
+                    )
             inputs = plan_inputs(job, config, input_options(endpoint))
             identity = identify(job, config, input_options=input_options(endpoint), inputs=inputs)
             paths = RunPaths(job.name, options.name or identity.default_run)
@@ -296,6 +313,7 @@ class Attempt:
             return
         point("run.lease_acquired", epoch=self.lease.epoch)
         from tpupipe.cluster.connect import connected
+        from tpupipe.stages.coordinator import CoordinatorHandle
 
         began = time.monotonic()
         with connected(
@@ -309,10 +327,11 @@ class Attempt:
             self.starting_s = time.monotonic() - began
             if cluster.dashboard:
                 self._say(f"Ray dashboard: {cluster.dashboard}")
+            coordinator = CoordinatorHandle.create()  # its process starts while the slice is being reserved
             with self._reserved(cluster.declared) as reservation:
                 point("run.reserved", hosts=len(reservation.hosts) if reservation else 0)
                 try:
-                    self._run_stages(identity, cluster, reservation)
+                    self._run_stages(identity, cluster, reservation, coordinator)
                 finally:
                     self.waiting_s = reservation.waited_s if reservation else 0.0
 
@@ -331,9 +350,8 @@ class Attempt:
             declared=declared,
         )
 
-    def _run_stages(self, identity: Identity, cluster: Any, reservation: Any) -> None:
+    def _run_stages(self, identity: Identity, cluster: Any, reservation: Any, coordinator: Any) -> None:
         from tpupipe.stages.base import StageRun
-        from tpupipe.stages.coordinator import CoordinatorHandle
         from tpupipe.stages.infer import run_infer
         from tpupipe.stages.preprocess import run_preprocess
         from tpupipe.stages.train import run_train
@@ -347,7 +365,7 @@ class Attempt:
             lease=self.lease,
             cluster=cluster,
             reservation=reservation,
-            coordinator=CoordinatorHandle.create(),
+            coordinator=coordinator,
             log=self.log,
             stop=self.stop,
             faults=self.options.faults,
@@ -438,6 +456,18 @@ def local_root(config: Config, env: Environment) -> Path:
 def base_folder(env: Environment) -> Path:
     """Folder that a relative ``store.root`` is in."""
     return Path(env.root or Path.cwd())
+
+
+def params_now(stage: Infer, config: Config, endpoint: str | None) -> str:
+    """Fingerprint of the parameters that a stage of an incremental job would be given now: by URI, or files.
+
+    Raises:
+        NoIntactCheckpointError: There are none.
+    """
+    from tpupipe.stages.infer_params import find_params
+
+    place: Any = SimpleNamespace(config=config, endpoint=endpoint, input_options=input_options(endpoint))
+    return find_params(stage, place).fingerprint
 
 
 def input_options(endpoint: str | None) -> Mapping[str, Any]:

@@ -66,6 +66,25 @@ def truncated(now: datetime, every: timedelta) -> datetime:
     return now - (now - _EPOCH) % every
 
 
+def refuse_future(tick: datetime, now: datetime, asked: str) -> None:
+    """Refuses a tick whose time is yet to come. A clock that is behind is no excuse: ticks are to the minute.
+
+    Args:
+        tick: The (last) tick that was asked for.
+        now: Now.
+        asked: What was typed, for the message.
+
+    Raises:
+        UsageError: It is after now.
+    """
+    if tick > now:
+        raise UsageError(
+            f"{asked} reaches into the future: it is {tick_text(now)} UTC. A tick that was run before its time would be "
+            "complete without what comes until then.",
+            tick=tick_text(tick),
+        )
+
+
 def parse_range(text: str, every: timedelta, now: datetime) -> list[datetime]:
     """The ticks of ``FROM..TO``, both included, in order.
 
@@ -87,10 +106,5 @@ def parse_range(text: str, every: timedelta, now: datetime) -> list[datetime]:
             hint="FROM comes first; --every sets the interval.",
             backfill=text,
         )
-    if last > now:
-        raise UsageError(
-            f"--backfill {text} reaches into the future: it is {tick_text(now)} UTC. A tick that was run before its time "
-            "would be complete without what comes until then.",
-            backfill=text,
-        )
+    refuse_future(last, now, f"--backfill {text}")
     return [first + number * every for number in range(count)]

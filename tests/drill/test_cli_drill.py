@@ -56,6 +56,25 @@ def test_usage_errors_are_told_before_anything_starts(call, arguments, said):
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ('faults: ["kill-worker@train.step=3,stage=fti"]', "no stage 'fti'; it has ids, fit, scores"),
+        ('faults: ["kill-worker@train.step=3,rank=9"]', "no rank 9; allowed: 0 to 1"),
+        ('faults: ["drain-host@unit.read=1,stage=ids"]', "prepared on the driver's host"),
+        ('set: ["stages.fit.stall_timout_s=3"]', "stall_timeout_s"),
+    ],
+)
+def test_a_plan_file_that_does_not_fit_the_job_is_refused(call, tmp_path, entry, said):
+    """With the scenario's name, before anything starts."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"scenarios: [{{name: odd, {entry}}}]")
+    done = call("--plan", str(plan))
+    assert done.exit_code == 2, done.output
+    assert "Scenario 'odd': " in done.stderr
+    assert said in done.stderr
+
+
 def test_with_json_the_error_is_one_object(call):
     done = call("--only", "nothing", "--json")
     assert json.loads(done.stdout)["error_kind"] == "UsageError"

@@ -8,7 +8,7 @@ import pytest
 
 from tpupipe.drill.facts import JobFacts, StageFacts
 from tpupipe.drill.history import AttemptHistory, lost_steps, never_fired, recoveries_s, rows_redone
-from tpupipe.drill.outcome import AttemptSeen, Seen, judge, parting
+from tpupipe.drill.outcome import AttemptSeen, Seen, allowed_recovery_s, judge, parting
 from tpupipe.drill.scenario import Scenario
 
 FACTS = JobFacts(
@@ -70,6 +70,7 @@ def test_a_run_that_came_back_with_the_same_answer_passes():
     assert found.passed
     assert (found.fired, found.faults, found.lost_steps, found.allowed_steps) == (1, 1, (2,), 5)
     assert (found.recoveries_s, found.rows_redone, found.attempts, found.seconds) == ((9.5,), 16, 1, 60.0)
+    assert found.allowed_recovery_s == round(FACTS.recovery_s, 1)
 
 
 def other_digest(name):
@@ -89,6 +90,8 @@ def other_digest(name):
         (replace(GOOD, attempts=(attempt(status=1, error="StageError: no"),)), "exit status 1: StageError: no"),
         (replace(GOOD, attempts=(attempt(status=-9),)), "exit status -9"),
         (replace(GOOD, attempts=(attempt(status=None),)), "did not end within 60 s"),
+        (replace(GOOD, unreadable=("the events could not be read: gone",)), "could not be read: gone"),
+        (replace(GOOD, attempts=(attempt(events=(*RECOVERED[:3], *RECOVERED[4:])),)), "no new step was told of"),
     ],
 )
 def test_each_broken_promise_fails_and_is_named(seen, said):
@@ -111,6 +114,76 @@ def test_more_lost_steps_than_an_interval_fail_unless_the_scenario_allows_them()
     seen = replace(GOOD, attempts=(attempt(events=events),))
     assert verdict(seen).failed == ("stage fit: 7 steps were lost, at most 5 may be",)
     assert verdict(seen, Scenario("s", ((KILL,),), intervals=2)).passed
+
+
+def recovering(seconds):
+    events = [{**e, "seconds": seconds} if e["kind"] == "recovered" else e for e in RECOVERED]
+    return replace(GOOD, attempts=(attempt(events=events),))
+
+
+def test_a_recovery_beyond_its_bound_fails():
+    """61 s of the default, which is a minute and the longest stage of units; and whatever the scenario says instead."""
+    facts = replace(FACTS, startup_s=1.0, unit_s=0.0)
+    scenario = Scenario("s", ((KILL,),))
+
+    def failed(seconds, scenario=scenario):
+        return judge(scenario, facts, DONE, recovering(seconds), run="r", seconds=1.0).failed
+
+    assert failed(59.9) == ()
+    assert failed(61.0) == ("a recovery took 61.0 s, at most 60 s may it take",)
+    assert failed(61.0, replace_scenario(extra_s=10.0)) == (), "a time-out that is waited for"
+    assert failed(61.0, replace_scenario(recovery_s=62.0)) == ()
+    assert failed(9.0, replace_scenario(recovery_s=8.0)) == ("a recovery took 9.0 s, at most 8 s may it take",)
+
+
+def replace_scenario(**more):
+    return Scenario("s", ((KILL,),), **more)
+
+
+def test_two_failures_in_a_row_may_take_twice_as_long():
+    twice = Scenario("s", (("kill-worker@train.step=6,rank=1,stage=fit", "kill-worker@train.step=7,rank=1,stage=fit"),))
+    assert allowed_recovery_s(twice, FACTS) == 2 * FACTS.recovery_s
+
+
+NEVER = [
+    ("the last step was done", "kill-worker@train.trained=10", "10"),
+    ("a save of the last step may have been committed", "kill-worker@save.after_commit=10", "10"),
+    ("not a stage of steps", "kill-worker@unit.read=1", "1"),
+    ("nothing ended", "slow@train.step=7", "7"),
+    ("the driver's end, which the next attempt recovers from", "kill-driver@train.step=7", "7"),
+]
+
+
+@pytest.mark.parametrize(("text", "step"), [place for _, *place in NEVER], ids=[why for why, *_ in NEVER])
+def test_what_has_no_new_step_to_take_needs_no_recovery(text, step):
+    """A correct run is never failed for not telling of one."""
+    events = (of("train_start", step=0), fault(text, step=step), of("trained", step=10))
+    seen = Seen((attempt((text,), events),), DONE)
+    assert verdict(seen, Scenario("s", ((text,),))).passed
+
+
+def test_a_failure_after_a_recovery_needs_one_of_its_own():
+    """Two kills, one recovery between them and none after: the second was not recovered from, by what is told."""
+    late = "kill-worker@train.updated=8,rank=0"
+    events = (*RECOVERED, fault(late, step="8"), of("train_start", step=5))
+    assert "no new step was told of" in verdict(Seen((attempt((KILL, late), events),), DONE)).failed[0]
+    events = (*events, of("recovered", seconds=3.0))
+    assert verdict(Seen((attempt((KILL, late), events),), DONE)).passed
+
+
+def test_a_refused_first_attempt():
+    """It must end with the status asked for: neither well nor otherwise; the second one as ever."""
+    scenario = Scenario("s", ((), ()), ("403@create",), first_status=1)
+    fired = {"403@create": 2}
+
+    def failed(*statuses):
+        attempts = tuple(attempt((), (), status=status) for status in statuses)
+        return verdict(Seen(attempts, DONE, store_fired=fired), scenario).failed
+
+    assert failed(1, 0) == ()
+    assert failed(0) == ("attempt 1 of 2 ended with exit status 0 instead of 1",)
+    assert failed(3) == ("attempt 1 of 2 ended with exit status 3 instead of 1",)
+    assert failed(1, 1) == ("attempt 2 of 2 ended with exit status 1",)
 
 
 def test_an_attempt_that_should_have_been_killed_and_was_not():

@@ -21,7 +21,7 @@ def write(tmp_path):
 
 
 def test_a_plan_file_gives_its_scenarios_in_order(write):
-    """A kill of the driver begins another attempt; the rest is taken as it stands."""
+    """A kill of the driver begins another attempt, and so does a refused one, which has no faults of its own."""
     plan = read_plan(
         write("""
 scenarios:
@@ -31,7 +31,9 @@ scenarios:
     store_faults: ["503@create,rate=0.1,seed=1"]
     set: ["budgets.app_errors=1"]
     intervals: 2
+    recovery_s: 45
   - name: nothing
+  - {name: refused, store_faults: ["403@create"], first_status: 1, faults: ["kill-worker@train.step=5"]}
 """)
     )
     assert plan == (
@@ -42,8 +44,10 @@ scenarios:
             ("budgets.app_errors=1",),
             2,
             about="two drivers",
+            recovery_s=45.0,
         ),
         Scenario("nothing"),
+        Scenario("refused", ((), ("kill-worker@train.step=5",)), ("403@create",), first_status=1),
     )
 
 
@@ -69,6 +73,12 @@ scenarios:
 def test_an_unknown_key_names_the_nearest(write):
     with pytest.raises(ConfigError, match="nearest: faults"):
         read_plan(write("scenarios: [{name: a, fault: []}]"))
+
+
+@pytest.mark.parametrize("wrong", ["recovery_s: 0", "recovery_s: soon", "first_status: 0", "first_status: 256"])
+def test_bounds_out_of_range_are_refused(write, wrong):
+    with pytest.raises(ConfigError, match=wrong.partition(":")[0]):
+        read_plan(write(f"scenarios: [{{name: a, {wrong}}}]"))
 
 
 @pytest.mark.parametrize("text", ["[]", "scenarios: []", "{}", "scenarios: [{faults: []}]"])

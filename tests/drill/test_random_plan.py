@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 
 from tests.drill.test_drill_plan import LM, TRAIN
+from tpupipe.drill.plan import stall_timeout_s
 from tpupipe.drill.plan_file import duration_s
-from tpupipe.drill.random_plan import random_plan, random_scenario
+from tpupipe.drill.random_plan import _same_place, random_plan, random_scenario
 from tpupipe.drill.run import DrillOptions
 from tpupipe.drill.scenario import kills_driver
 from tpupipe.errors import UsageError
 from tpupipe.faults.plan import Action, parse_fault
+from tpupipe.faults.points import POINTS
 from tpupipe.faults.store_faults import StoreFaults
 
 MANY = 400
@@ -29,6 +31,7 @@ def test_a_seed_gives_the_same_trials_again():
 def test_trials_are_well_formed_and_of_every_kind():
     """All faults can be read, driver kills end their attempts, steps and ranks exist, and every action comes up."""
     seen: set[Action] = set()
+    points: set[str] = set()
     for scenario in itertools.islice(random_plan(LM, 1), MANY):
         StoreFaults.parse(*scenario.store_faults)
         assert not scenario.must_fire
@@ -37,13 +40,54 @@ def test_trials_are_well_formed_and_of_every_kind():
         for text in scenario.faults:
             fault = parse_fault(text)
             seen.add(fault.action)
+            points.add(fault.point)
             if fault.action is Action.RAISE:  # an error in the background of a save ends a run, as it should
+                assert fault.point in {"train.step", "train.updated", "save.start", "restore.start", "restore.done"}
+            if fault.action is Action.HANG:  # others have bounds of their own, of up to half an hour
                 assert fault.point in {"train.step", "train.updated", "save.start"}
             facts = dict(fault.when)
-            if facts["stage"] == TRAIN.name:
+            if "step" in facts:
                 assert 0 <= int(facts["step"]) <= (TRAIN.total or 0)
-                assert int(facts["rank"]) < LM.hosts
+            assert int(facts.get("rank", 0)) < LM.hosts
     assert seen == set(Action)
+    of_ticks = {"generation.begun", "tick.before_claim", "tick.claimed", "tick.before_done"}
+    assert points == set(POINTS) - of_ticks - {"lease.beat", "train.trained"}
+
+
+def test_the_same_stall_is_not_drawn_twice():
+    """After the update of step 39 and before step 40 are one place, and so are steps that processes may be apart."""
+    one, other = (0, 40, "hang@train.updated=39,rank=0,stage=lm"), (0, 40, "hang@train.step=40,rank=1,stage=lm")
+    assert one[1] == 39 + 1
+    facts = replace(LM, stages=(TRAIN,))
+    assert _same_place(one, other, facts)
+    assert _same_place(one, (0, 42, "kill-worker@train.step=42"), facts)
+    assert not _same_place(one, (0, 43, "kill-worker@train.step=43"), facts)
+    slow = replace(facts, step_s=1.0, save_s=4.0)
+    assert _same_place(one, (0, 46, "kill-worker@train.step=46"), slow), "where steps are told one by one"
+    assert not _same_place((0, 1, ""), (1, 1, ""), LM), "another stage"
+    assert not _same_place((0, 1, ""), (0, 2, ""), LM), "another unit"
+
+
+@pytest.mark.parametrize(
+    "facts", [LM, replace(LM, stages=(replace(TRAIN, total=10, every=5),), step_s=1.0, save_s=1.0)]
+)
+def test_no_two_failures_of_one_attempt_are_told_of_one_step(facts):
+    """By the steps done when each fires; two that are told alike would end a correct run."""
+    for scenario in itertools.islice(random_plan(facts, 3), MANY):
+        for attempt in scenario.attempts:
+            told = sorted(
+                int(dict(f.when)["step"]) + (f.point == "train.updated")
+                for f in map(parse_fault, attempt)
+                if f.point.startswith(("train.", "save."))
+            )
+            assert all(later - earlier > 2 for earlier, later in itertools.pairwise(told)), attempt
+
+
+def test_what_is_waited_for_is_expected():
+    """A hang and a notice make a trial, and its recoveries, longer."""
+    hung = [s for s in itertools.islice(random_plan(LM, 1), MANY) if "hang@" in str(s.faults)]
+    assert hung
+    assert all(s.extra_s >= stall_timeout_s(LM) for s in hung)
 
 
 def test_a_real_slice_and_a_real_store_are_left_alone():

@@ -1,4 +1,7 @@
-"""A store that blocks, refuses and cannot be listed, between a whole run and the real server: told, or survived."""
+"""Whole runs against the real server behind a proxy: what the store does to them is told, or survived.
+
+It blocks, refuses, cannot be listed and loses answers; bad units and killed workers of inference meet it there, too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ import pytest
 from tests.e2e.harness import Runner, World
 from tests.e2e.test_reservations import nothing_is_held
 from tpupipe.checkpoint.verify import list_checkpoints
-from tpupipe.errors import BudgetExceededError, CheckpointSaveError, NoIntactCheckpointError
+from tpupipe.errors import (
+    BudgetExceededError,
+    CheckpointSaveError,
+    NoIntactCheckpointError,
+    UnitsSetAsideError,
+)
 from tpupipe.faults.store_proxy import StoreProxy, store_proxy
 from tpupipe.run import RunResult
 
@@ -32,6 +40,14 @@ class ProxiedRunner:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return self.direct.events("a", kind)
+
+    def outputs(self, stage: str) -> dict[str, list[Any]]:
+        return self.direct.outputs("a", stage)
+
+    def written(self) -> dict[str, str]:
+        """Every object of the stages, with its generation."""
+        below = self.direct.paths("a").root + "/stages/"
+        return {i.name: i.generation for i in self.direct.store.list(below)}
 
     def checkpoints(self) -> dict[int, bool]:
         """Step to whether it is committed, newest first."""
@@ -145,3 +161,51 @@ def test_an_unreadable_newest_checkpoint_costs_ten_steps_and_two_of_them_the_run
     with pytest.raises(NoIntactCheckpointError, match="Nothing was deleted"):
         runner(job=job)
     assert {info.name for info in store.list(paths.checkpoints("fit") + "/")} == there
+
+
+@pytest.mark.soak
+def test_inference_workers_killed_around_the_commit_give_each_row_once(proxied: ProxiedRunner) -> None:
+    """ray#61012: 1,000 rows, killed before and after a commit, and the answer to a commit is lost; run again: 1,000 unique.
+
+    A stage without rows succeeds with 0 rows and keeps its schema; running again touches nothing.
+    """
+    faults = ("kill-worker@unit.before_commit=3,stage=scores", "kill-worker@unit.after_commit=5,stage=scores")
+    lost = "lost@create,name=/scores/units/,times=1"
+    job = {"rows": 1000, "steps": 1, "every": 1, "with_empty": True}
+    result = proxied(lost, faults=faults, job=job)
+    assert len(proxied.events("fault")) == 2
+    assert proxied.proxy.counts().fired[lost] == 1
+    assert (result.stages["nothing"]["status"], result.stages["nothing"]["rows_out"]) == ("done", 0)
+    assert set(proxied.outputs("nothing")) == {"unit", "row", "id", "score"}
+    written = proxied.written()
+    for _ in range(2):
+        scores = proxied.outputs("scores")
+        assert scores["id"] == list(range(1000))
+        assert len(set(zip(scores["unit"], scores["row"], strict=True))) == 1000
+        again = proxied(job=job)
+        assert again.stages["scores"]["rows_out"] == result.stages["scores"]["rows_out"] == 1000
+    assert proxied.written() == written
+
+
+@pytest.mark.soak
+def test_a_unit_that_fails_again_and_again_is_set_aside_and_the_rest_is_done(proxied: ProxiedRunner) -> None:
+    """marin#4575: one unit's map raises, another's kills its process: both are named, all others are committed.
+
+    The same run with them mended does those two units only, and each row is there once.
+    """
+    one_step = {"rows": 100, "steps": 1, "every": 1}
+    budgets = {"unit_failures": 2}
+    with pytest.raises(UnitsSetAsideError) as caught:
+        proxied(job={**one_step, "bad_id": 57, "die_id": 93}, budgets=budgets)
+    message = caught.value.message
+    assert "row 7 of unit" in message
+    assert "part-05.jsonl" in message
+    assert "died" in message
+    assert caught.value.exit_status == 1
+    assert len(caught.value.data["units"]) == 2
+    done = [i for i in range(100) if i // 10 not in (5, 9)]
+    assert proxied.outputs("scores")["id"] == done
+    assert caught.value.data["result"].stages["scores"]["status"] == "failed"
+    result = proxied(job=one_step, budgets=budgets, allow_change=True)
+    assert result.stages["scores"]["resumed_from"] == 8
+    assert proxied.outputs("scores")["id"] == list(range(100))

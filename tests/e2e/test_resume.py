@@ -92,28 +92,6 @@ def test_killed_drivers_lose_nothing(runner: Runner, undisturbed: RunResult) -> 
 
 
 @pytest.mark.soak
-def test_inference_workers_killed_around_the_commit_give_each_row_once(runner: Runner) -> None:
-    """1,000 rows, killed before and after a commit; then run again: 1,000 rows, 1,000 unique.
-
-    A stage without rows succeeds with 0 rows and keeps its schema; running again touches nothing.
-    """
-    faults = ("kill-worker@unit.before_commit=3,stage=scores", "kill-worker@unit.after_commit=5,stage=scores")
-    job = {"rows": 1000, "steps": 1, "every": 1, "with_empty": True}
-    result = runner("a", faults=faults, job=job)
-    assert len(runner.events("a", "fault")) == 2
-    assert (result.stages["nothing"]["status"], result.stages["nothing"]["rows_out"]) == ("done", 0)
-    assert set(runner.outputs("a", "nothing")) == {"unit", "row", "id", "score"}
-    written = {i.name: i.generation for i in runner.store.list(runner.paths("a").root + "/stages/")}
-    for _ in range(2):
-        scores = runner.outputs("a", "scores")
-        assert scores["id"] == list(range(1000))
-        assert len(set(zip(scores["unit"], scores["row"], strict=True))) == 1000
-        again = runner("a", job=job)
-        assert again.stages["scores"]["rows_out"] == result.stages["scores"]["rows_out"] == 1000
-    assert {i.name: i.generation for i in runner.store.list(runner.paths("a").root + "/stages/")} == written
-
-
-@pytest.mark.soak
 def test_another_number_of_hosts_goes_on_at_the_same_row(runner: Runner) -> None:
     """Saved by 2 hosts at row 40 of 100, finished by 1: rows 40 to 99 are fed once each."""
     job = {**FIT_ONLY, "every": 4}

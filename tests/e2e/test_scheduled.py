@@ -60,7 +60,7 @@ def written(nightly: Nightly) -> dict[str, int]:
 def test_three_ticks_over_a_growing_folder_are_three_partitions_of_one_table(
     world: World, undisturbed: RunResult, tmp_path: Path
 ) -> None:
-    """Each row once, by pyarrow and DuckDB, although a worker dies.
+    """Each row once, by pyarrow, pandas and DuckDB, although a worker dies.
 
     ray#28505: a fourth tick has nothing new, which is a success with zero rows that touches nothing. kuberay#4849: the
     same tick again, with newer files there, is done already.
@@ -97,6 +97,9 @@ def test_three_ticks_over_a_growing_folder_are_three_partitions_of_one_table(
     assert (again.status, again.stages["scores"]["rows_out"]) == ("done", 40)
     assert written(nightly) == before
 
+    import pandas as pd
+
+    assert sorted(pd.read_parquet(nightly.table)["id"]) == list(range(130))
     duckdb = pytest.importorskip("duckdb")
     counts = duckdb.sql(
         f"SELECT strftime(date::TIMESTAMP, '%Y-%m-%dT%H:%M'), count(*), count(DISTINCT id) "

@@ -35,6 +35,22 @@ def test_a_hanging_step_and_a_hanging_restore_are_ended_told_and_done_again(
 
 
 @pytest.mark.soak
+def test_an_inference_worker_that_hangs_while_it_starts_is_ended_and_started_again(runner: Runner) -> None:
+    """Once its parameters are loaded: charged to stalls with its stacks, and each row is there once."""
+    runner(
+        "a",
+        faults=("hang@params.loaded,rank=1",),
+        job={"steps": 1, "every": 1},
+        stages={"scores": {"restore_timeout_s": 4}},
+    )
+    [failure] = [e["failure"] for e in runner.events("a", "failure")]
+    assert failure["kind"] == "stalls"
+    assert failure["what"] == "inference worker 1: no progress while restoring (restore_timeout_s 4)"
+    assert b"inject.py" in runner.store.read(failure["stacks"].removeprefix("gs://tests/runs/"))
+    assert runner.outputs("a", "scores")["id"] == list(range(100))
+
+
+@pytest.mark.soak
 def test_an_init_that_hangs_twice_is_not_started_a_third_time(runner: Runner) -> None:
     """Within the budget, but the same stall at the same step: the run ends, and the error leads to stacks and log."""
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,11 @@ from tpupipe.store.objects import open_store
 ROOT = Path(__file__).parents[2]
 PATHS = RunPaths("job", "run")
 OUTAGE = StoreFaults.parse("503@any,rate=0.1")
+STAGES = {"tokens": "Preprocess", "lm": "Train", "nll": "Infer"}
+
+
+def check(config, *texts):
+    check_faults(parse_faults(texts), StoreFaults(), config, None, STAGES)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +47,12 @@ OUTAGE = StoreFaults.parse("503@any,rate=0.1")
 def test_only_an_emulated_store_can_be_made_to_fail(store, emulator, refused):
     """The real Cloud Storage and a file system are refused with the URI and with what would do; without faults nothing is."""
     config = config_of(store=store)
-    check_faults((), StoreFaults(), config, emulator)
+    check_faults((), StoreFaults(), config, emulator, STAGES)
     if not refused:
-        check_faults((), OUTAGE, config, emulator)
+        check_faults((), OUTAGE, config, emulator, STAGES)
         return
     with pytest.raises(UsageError) as caught:
-        check_faults((), OUTAGE, config, emulator)
+        check_faults((), OUTAGE, config, emulator, STAGES)
     assert store["uri"] in caught.value.message
     assert "store.embedded" in caught.value.hint
 
@@ -55,9 +61,51 @@ def test_a_slice_that_is_not_faked_is_not_lost():
     """lose-slice with kind: tpu is refused before anything is reserved; the other host faults are not."""
     tpu = config_of(cluster={"kind": "tpu", "generation": "v6e", "topology": "4x4"})
     with pytest.raises(UsageError, match=r"lose-slice@train\.step=3'.* faked slice, and cluster\.kind is tpu"):
-        check_faults(parse_faults(["lose-slice@train.step=3"]), StoreFaults(), tpu, None)
-    check_faults(parse_faults(["drain-host@train.step=3", "kill-host@train.step"]), StoreFaults(), tpu, None)
-    check_faults(parse_faults(["lose-slice@train.step=3"]), StoreFaults(), config_of(), None)
+        check(tpu, "lose-slice@train.step=3")
+    check(tpu, "drain-host@train.step=3", "kill-host@train.step")
+    check(config_of(), "lose-slice@train.step=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kill-worker@train.step=3,stage=lmm", "no stage 'lmm'; it has tokens, lm, nll.\n  hint: Did you mean lm?"),
+        ("kill-driver@stage.manifest=token", "no stage 'token'"),
+        ("kill-worker@train.step=3,rank=2", "no rank 2; allowed: 0 to 1"),
+        ("slow@params.loaded,rank=9", "no rank 9"),
+    ],
+)
+def test_what_the_job_does_not_have_is_refused(text, said):
+    """It would never fire, and a run that nothing was done to would look like one that survived it."""
+    with pytest.raises(UsageError) as caught:
+        check(config_of(), text)
+    assert said in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_what_the_job_has_is_not_refused():
+    check(
+        config_of(), "kill-worker@train.step=3,stage=lm,rank=1", "kill-driver@stage.manifest=nll", "slow@unit.read=999"
+    )
+    check(config_of(cluster={"kind": "gpu", "gpus": 4}), "kill-worker@train.step=3,rank=3")
+    with pytest.raises(UsageError, match="0 to 3"):
+        check(config_of(cluster={"kind": "gpu", "gpus": 4}), "kill-worker@train.step=3,rank=4")
+
+
+@pytest.mark.parametrize("action", ["kill-host", "drain-host", "lose-slice"])
+def test_the_drivers_own_host_is_not_taken_on_a_faked_cluster(action):
+    """Units are prepared there; without a stage, the first unit that is passed is one of them."""
+    for where in ("unit.read=3,stage=tokens", "unit.before_commit"):
+        with pytest.raises(UsageError, match=f"{action}@unit.*prepared on the driver's host") as caught:
+            check(config_of(), f"{action}@{where}")
+        assert "stage=nll" in caught.value.hint
+    check(config_of(), f"{action}@unit.read=3,stage=nll", f"{action}@train.step=3")
+    check_faults(parse_faults([f"{action}@unit.read=3"]), StoreFaults(), config_of(), None, {"nll": "Infer"})
+
+
+def test_a_real_cluster_prepares_units_anywhere():
+    tpu = config_of(cluster={"kind": "tpu", "generation": "v6e", "topology": "4x4"})
+    check(tpu, "kill-host@unit.read=3,stage=tokens")
 
 
 def test_faults_of_the_configuration_come_after_those_of_the_command_line():
@@ -135,6 +183,36 @@ def test_times_counts_and_the_points_are_inert_afterwards(log, tmp_path):
         point("stage.manifest", stage="fit")
     point("stage.manifest", stage="fit")
     assert [e["kind"] for e in read_events(store, PATHS)] == ["fault", "fault_fired"] * 2
+
+
+def test_what_did_not_fire_is_told_at_the_end(log, tmp_path, caplog):
+    """Here and in workers, whose events the driver keeps; what an earlier attempt did does not count."""
+    store = open_store(str(tmp_path))
+    texts = ["kill-worker@train.step=3", "slow@run.reserved,seconds=0", "raise@unit.read=7", "slow@train.step=99"]
+    store.create(PATHS.event_segment(0, 1), json.dumps({"kind": "fault", "text": texts[2]}).encode())
+    with armed_driver(parse_faults(texts), log, store, PATHS):
+        point("run.reserved", hosts=2)
+        log.add({"kind": "fault", "text": texts[0]})
+    (told,) = _unfired(log, store)
+    assert told["texts"] == [texts[2], texts[3]]
+    assert "did not fire in this attempt: 'raise@unit.read=7', 'slow@train.step=99'" in caplog.text
+
+
+def _unfired(log, store):
+    log.flush()
+    return [e for e in read_events(store, PATHS) if e["kind"] == "faults_unfired"]
+
+
+def test_nothing_is_told_of_faults_that_fired_or_of_a_run_that_failed(log, tmp_path):
+    """A failed run has something else to say."""
+    store = open_store(str(tmp_path))
+    with armed_driver(parse_faults(["slow@run.reserved,seconds=0"]), log, store, PATHS):
+        point("run.reserved", hosts=2)
+    with pytest.raises(ZeroDivisionError), armed_driver(parse_faults(["slow@train.step"]), log, store, PATHS):
+        raise ZeroDivisionError
+    with armed_driver((), log, store, PATHS):
+        pass
+    assert _unfired(log, store) == []
 
 
 def test_a_damage_that_cannot_be_done_is_an_error(log, tmp_path):

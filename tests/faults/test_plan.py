@@ -100,6 +100,7 @@ def test_what_cannot_be_read_is_refused(text, says):
         "slow@train.step,seconds=-1",
         "slow@train.step,seconds=nan",
         "slow@train.step=",
+        "kill-worker@train.step=²",
         "kill-worker@train.step=soon",
         "kill-worker@train.step=-1",
         "kill-worker@train.step=1,rank=",
@@ -109,6 +110,14 @@ def test_a_fault_that_could_never_fire_is_refused(text):
     """A drill that injects nothing must not look like one that was survived."""
     with pytest.raises(UsageError):
         parse_fault(text)
+
+
+@pytest.mark.parametrize("text", ["raise@train.step=040,rank=00", "raise@train.step=40,rank=0"])
+def test_numbers_are_compared_as_numbers(text):
+    """Points give 40, however it was written; the text stays as it was."""
+    fault = parse_fault(text)
+    assert fault.matches("train.step", {"step": 40, "rank": 0})
+    assert fault.text == text
 
 
 def test_matching():

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import uuid
-from pathlib import Path
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pyarrow as pa
@@ -16,8 +16,8 @@ import pytest
 from tests.incremental.world import STAGE, World, tick_in_child
 from tpupipe.claims import read_claims
 from tpupipe.data.sources import Files
-from tpupipe.errors import DataError, JobError, RunChangedError, RunHeldError
-from tpupipe.incremental import check_incremental, done_ticks, next_generation, unfinished
+from tpupipe.errors import DataError, JobError, RunChangedError, RunHeldError, UsageError
+from tpupipe.incremental import check_incremental, done_ticks, next_generation, tick_of, unfinished
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.ledger.events import read_events
 from tpupipe.run import RunOptions, run
@@ -29,11 +29,6 @@ from tpupipe.ticks import parse_tick
 ONE, TWO, THREE, FOUR = (f"2026-11-{day}T02:00" for day in (27, 28, 29, 30))
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "in", f"file://{tmp_path}/store", None)
-
-
 # The modules are imported once, in a server that the processes are forked from: each costs milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.incremental.world"])
@@ -42,9 +37,9 @@ PROCESSES.set_forkserver_preload(["tests.incremental.world"])
 class Child:
     """One tick in a process of its own."""
 
-    def __init__(self, world: World, tick: str, *faults: str) -> None:
+    def __init__(self, world: World, tick: str, *faults: str, **options: Any) -> None:
         self._answer = world.inputs.parent / f"answer-{uuid.uuid4().hex}.json"
-        self._process = PROCESSES.Process(target=tick_in_child, args=(world, tick, faults, self._answer))
+        self._process = PROCESSES.Process(target=tick_in_child, args=(world, tick, faults, self._answer, options))
         self._process.start()
 
     def status(self) -> int | None:
@@ -160,6 +155,25 @@ def test_a_run_with_nothing_to_do_needs_no_cluster(world):
     assert any("nothing to reserve" in text for text in said)
 
 
+def test_a_tick_in_the_future_is_refused_and_nothing_is_written(world, tmp_path):
+    """As by --backfill: exit status 2; it would be complete without what comes until then."""
+    world.write("a.jsonl", 1)
+    with pytest.raises(UsageError, match="--as-of 2999-01-01T00:00 reaches into the future") as caught:
+        world.tick("2999-01-01T00:00")
+    assert caught.value.exit_status == 2
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_tick_at_hand_is_the_one_asked_for_or_now(world):
+    """Truncated to the interval where none is given; a time without an offset is UTC; this very minute is not the future."""
+    now = datetime(2026, 11, 30, 2, 17, 30, tzinfo=UTC)
+    assert tick_of(RunOptions(), world.config, now) == "2026-11-30T02:00"
+    for as_of in (datetime(2026, 11, 30, 2, 17), datetime(2026, 11, 30, 3, 17, tzinfo=timezone(timedelta(hours=1)))):  # noqa: DTZ001
+        assert tick_of(RunOptions(as_of=as_of), world.config, now) == "2026-11-30T02:17"
+    with pytest.raises(UsageError, match="future"):
+        tick_of(RunOptions(as_of=datetime(2026, 11, 30, 2, 18, tzinfo=UTC)), world.config, now)
+
+
 # -- what changed since ------------------------------------------------------------------------
 
 
@@ -236,7 +250,8 @@ def test_other_parameters_are_refused_before_any_unit_is_done(world):
         (1, ONE, False, False, 1),  # refused by the comparison that follows
         (1, ONE, True, True, 2),
         (2, TWO, True, True, 2),  # the same command given again
-        (2, TWO, False, True, 3),  # the same command with mended code
+        (2, TWO, False, True, 3),  # the same command with mended code or newer parameters
+        (2, None, False, True, 3),  # begun without --reprocess, for whatever tick
     ],
 )
 def test_which_generation_a_tick_belongs_to(newest, begun_for, same, reprocess, number):

@@ -50,12 +50,13 @@ class Attempt:
     lease: Lease
     params: str
     before_work: Callable[[], None]
+    allow_change: bool
     log: Quiet = field(default_factory=Quiet)
     inputs: Mapping[Source, Sequence[Unit]] = field(default_factory=dict)
     settle_params: Callable[[str, str], None] = lambda _stage, _fingerprint: None
 
     def execute(self, identity: Identity) -> RunResult:
-        settle_identity(self.store, self.paths, identity, allow_change=False)
+        settle_identity(self.store, self.paths, identity, allow_change=self.allow_change)
         self.before_work()
         results = {}
         for stage in self.job.stages:
@@ -100,6 +101,7 @@ class World:
         endpoint: Its emulator.
         params: Fingerprint of the parameters.
         width: A parameter of the job.
+        model: Where the parameters are said to be.
     """
 
     inputs: Path
@@ -107,6 +109,7 @@ class World:
     endpoint: str | None
     params: str = "p1"
     width: int = 1
+    model: str = "gs://models/m/a/stages/fit"
 
     @property
     def store(self) -> Store:
@@ -115,8 +118,7 @@ class World:
     @property
     def job(self) -> Job:
         source = JsonLines(f"{self.inputs}/*.jsonl", unit_bytes=60)
-        params = "gs://models/m/a/stages/fit"
-        return Job("job", [Infer(STAGE, source, params=params, init=print, apply=apply)])
+        return Job("job", [Infer(STAGE, source, params=self.model, init=print, apply=apply)])
 
     @property
     def config(self) -> Config:
@@ -143,11 +145,13 @@ class World:
         @contextlib.contextmanager
         def owned(paths: TickPaths, take_over: bool) -> Iterator[Attempt]:
             with acquire(store, paths, Owner.here(), take_over=take_over) as lease:
-                yield Attempt(self.job, store, paths, lease, self.params, before_work)
+                yield Attempt(self.job, store, paths, lease, self.params, before_work, asked.allow_change)
 
         asked = RunOptions("nightly", parse_faults(faults), as_of=parse_tick(tick), **options)
         with armed_driver(asked.faults, None, store, None):
-            return run_tick(self.job, self.config, asked, store, input_options={}, owned=owned)
+            return run_tick(
+                self.job, self.config, asked, store, input_options={}, owned=owned, params_now=lambda _: self.params
+            )
 
     def write(self, name: str, *ids: int) -> Path:
         self.inputs.mkdir(parents=True, exist_ok=True)
@@ -169,10 +173,10 @@ class World:
         return {date: sorted(ids) for date, ids in sorted(found.items())}
 
 
-def tick_in_child(world: World, tick: str, faults: Sequence[str], answer: Path) -> None:
+def tick_in_child(world: World, tick: str, faults: Sequence[str], answer: Path, options: Mapping[str, Any]) -> None:
     """What a process of its own does: one tick; its result, or the error's name, goes to a file."""
     try:
-        found = asdict(world.tick(tick, faults=faults))
+        found = asdict(world.tick(tick, faults=faults, **options))
     except TpupipeError as error:
         found = {"error": type(error).__name__, "exit_status": error.exit_status}
     answer.write_text(json.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -21,7 +22,7 @@ from tpupipe.drill.leaves import where_params_differ
 from tpupipe.drill.outcome import AttemptSeen, Seen, differing_digests, ended_well, parting
 from tpupipe.drill.rows import first_difference, first_difference_joined
 from tpupipe.drill.scenario import Scenario
-from tpupipe.errors import StageError
+from tpupipe.errors import DataError, StageError, TpupipeError
 from tpupipe.stages.finished import read_manifest
 from tpupipe.store.layout import RunPaths, parse_event_segment, parse_unit
 from tpupipe.store.objects import Store
@@ -39,6 +40,9 @@ _BUDGETS = (
     "unit_failures",
 )
 _FAILURES = 4  # what a scenario may need of a budget, whatever the configuration allows
+
+# What reading a run's objects raises when they are missing, damaged or refused; Arrow's own errors are among them.
+_UNREADABLE = (TpupipeError, OSError, ValueError, KeyError)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,9 @@ class Bench:
             reference: The reference's scenario name.
             result: The reference's result.
             timeout_s: Bound on each attempt.
+
+        Returns:
+            What was seen; what cannot be read of either run is a part of it.
         """
         endings: list[Ended] = []
         left: list[str] = []
@@ -116,16 +123,23 @@ class Bench:
             endings.append(ended)
             left += self._left(scenario.name)
             history = AttemptHistory(faults, (), ended.exit_status == _SIGKILL, ended.ended_s)
-            if left or not ended_well(
-                AttemptSeen(history, ended.exit_status, 0.0), last=number == len(scenario.attempts) - 1
-            ):
+            if left or not ended_well(AttemptSeen(history, ended.exit_status, 0.0), scenario.status_of(number)):
                 break
-        events = self.events(scenario.name)
+        unreadable: list[str] = []
+        events: dict[int, list[Event]] = {}
+        with _noted(unreadable, "the events"):
+            events = self.events(scenario.name)
         attempts = tuple(
             _seen(faults, ended, events.get(epoch, ()))
             for epoch, (faults, ended) in enumerate(zip(scenario.attempts, endings, strict=False), 1)
         )
-        manifests = {s.name: self._manifest(scenario.name, s) for s in facts.stages if s.kind != "train"}
+        manifests: dict[str, Manifest | None] = {}
+        for stage in facts.stages:
+            if stage.kind != "train":
+                with _noted(unreadable, f"stage {stage.name}: its manifest"):
+                    manifests[stage.name] = manifest = self._manifest(scenario.name, stage)
+                    if manifest is None and endings[-1].result.get("status") == "done":
+                        unreadable.append(f"stage {stage.name}: the run is done, and the stage has no manifest")
         return Seen(
             attempts=attempts,
             result=endings[-1].result,
@@ -134,6 +148,7 @@ class Bench:
             digests=self._digests(scenario.name, reference, result, endings[-1].result),
             left=tuple(left),
             store_fired=store_fired([e for each in events.values() for e in each]),
+            unreadable=tuple(unreadable),
         )
 
     def _attempt(self, scenario: Scenario, number: int, timeout_s: float) -> Ended:
@@ -143,7 +158,7 @@ class Bench:
             ("-c", map(str, self.config_files)),
             ("--set", overrides),
             ("--fault", scenario.attempts[number]),
-            ("--store-fault", scenario.store_faults),
+            ("--store-fault", scenario.store_faults_of(number)),
         ):
             arguments += [part for value in values for part in (option, value)]
         log = self.folder / scenario.name / f"attempt-{number + 1}.log"
@@ -193,7 +208,10 @@ class Bench:
         return found
 
     def _manifest(self, scenario: str, stage: StageFacts) -> Manifest | None:
-        return read_manifest(self.store, self.paths(scenario), stage.name)
+        try:
+            return read_manifest(self.store, self.paths(scenario), stage.name)
+        except DataError as error:
+            raise _named(self.store.uri(self.paths(scenario).manifest(stage.name)), error) from error
 
     def _differences(
         self, scenario: str, facts: JobFacts, reference: str, manifests: Mapping[str, Manifest | None]
@@ -201,22 +219,35 @@ class Bench:
         found = {}
         for stage in facts.stages:
             manifest = manifests.get(stage.name)
-            wanted = self._manifest(reference, stage) if manifest is not None else None
-            if manifest is None or wanted is None:
+            if manifest is None:
                 continue  # the run did not come that far, which is a failure of its own
-            compare = first_difference if stage.by_unit else first_difference_joined
-            difference = compare(
-                stage.name, self._tables(reference, stage.name, wanted), self._tables(scenario, stage.name, manifest)
-            )
-            difference = difference or (self._unlisted(scenario, stage.name, manifest) if stage.by_unit else None)
+            try:
+                difference = self._difference(scenario, stage, reference, manifest)
+            except _UNREADABLE as error:
+                difference = f"stage {stage.name}: its rows could not be compared: {_told(error)}"
             if difference is not None:
                 found[stage.name] = difference
         return found
 
+    def _difference(self, scenario: str, stage: StageFacts, reference: str, manifest: Manifest) -> str | None:
+        wanted = self._manifest(reference, stage)
+        if wanted is None:
+            return f"stage {stage.name}: the reference has no manifest any more"
+        compare = first_difference if stage.by_unit else first_difference_joined
+        difference = compare(
+            stage.name, self._tables(reference, stage.name, wanted), self._tables(scenario, stage.name, manifest)
+        )
+        return difference or (self._unlisted(scenario, stage.name, manifest) if stage.by_unit else None)
+
     def _tables(self, scenario: str, stage: str, manifest: Manifest) -> Iterator[tuple[str, Any]]:
         paths = self.paths(scenario)
         for unit in manifest.units:
-            yield unit.unit, decode_unit(self.store.read(paths.unit(stage, unit.unit)))
+            name = paths.unit(stage, unit.unit)
+            try:
+                table = decode_unit(self.store.read(name))
+            except DataError as error:
+                raise _named(self.store.uri(name), error) from error
+            yield unit.unit, table
 
     def _unlisted(self, scenario: str, stage: str, manifest: Manifest) -> str | None:
         """A unit's object beside those of the manifest: whoever reads the folder would see its rows twice."""
@@ -234,18 +265,39 @@ class Bench:
     ) -> dict[tuple[str, str], str]:
         told = {}
         for stage, digest in differing_digests(wanted, found):
-            if digest == "sample_digest":
-                told[stage, digest] = parting(
-                    self._sample_digests(reference, stage), self._sample_digests(scenario, stage)
-                )
-            else:
-                uris = (str(result["stages"][stage]["checkpoint"]) for result in (wanted, found))
-                told[stage, digest] = where_params_differ(self.store, self.endpoint, *uris)
+            try:
+                if digest == "sample_digest":
+                    where = parting(self._sample_digests(reference, stage), self._sample_digests(scenario, stage))
+                else:
+                    uris = (str(result["stages"][stage]["checkpoint"]) for result in (wanted, found))
+                    where = where_params_differ(self.store, self.endpoint, *uris)
+            except _UNREADABLE as error:
+                where = f"where cannot be told: {_told(error)}"
+            told[stage, digest] = where
         return told
 
     def _sample_digests(self, scenario: str, stage: str) -> dict[int, int]:
         found = list_checkpoints(self.store, self.paths(scenario), stage)
         return {each.step: read_commit(self.store, each).sample_digest for each in found if each.committed}
+
+
+@contextlib.contextmanager
+def _noted(unreadable: list[str], what: str) -> Iterator[None]:
+    """Where something of a run cannot be read inside, that is noted, and the drill goes on without it."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        unreadable.append(f"{what} could not be read: {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    message = error.message if isinstance(error, TpupipeError) else str(error)
+    return f"{type(error).__name__}: {message.splitlines()[0] if message else 'no message'}"
+
+
+def _named(uri: str, error: DataError) -> DataError:
+    """The same error with the object that it is about."""
+    return DataError(f"{uri}: {error.message}", hint=error.hint, **{**error.data, "path": uri})
 
 
 def _seen(faults: tuple[str, ...], ended: Ended, events: Sequence[Event]) -> AttemptSeen:

@@ -10,6 +10,10 @@ from tpupipe.checkpoint.policy import SavePolicy
 from tpupipe.config import Config
 from tpupipe.job import Infer, Job, Preprocess, Train
 
+# A kill to the first new step takes about 12 s on a faked slice of two cores.
+RECOVERY_MIN_S = 60.0
+RECOVERY_FACTOR = 3.0
+
 StageKind = Literal["preprocess", "train", "infer"]
 
 
@@ -63,6 +67,7 @@ class JobFacts:
         save_s: Seconds until a checkpoint is durable, as the reference run measured it.
         step_s: Seconds of a step, likewise.
         unit_s: Seconds of the longest stage of units, likewise.
+        startup_s: Seconds of the run in which no work was done: what a new driver spends until there is some, likewise.
     """
 
     stages: tuple[StageFacts, ...]
@@ -72,6 +77,16 @@ class JobFacts:
     save_s: float = 1.0
     step_s: float = 0.1
     unit_s: float = 1.0
+    startup_s: float = 10.0
+
+    @property
+    def recovery_s(self) -> float:
+        """What one recovery may take. Several times what it should: it is for one that waits for what never comes.
+
+        All of a start is done again, and a restore takes about as long as a save. New work of a stage of units is seen
+        when a unit is done.
+        """
+        return max(RECOVERY_MIN_S, RECOVERY_FACTOR * (self.startup_s + self.save_s + self.step_s)) + self.unit_s
 
     def first(self, kind: StageKind) -> StageFacts | None:
         """The first stage of a kind that failures can be placed in."""
@@ -100,13 +115,16 @@ def _stage_facts(stage: Preprocess | Train | Infer) -> StageFacts:
     return StageFacts(stage.name, "infer")
 
 
-def measured(facts: JobFacts, result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> JobFacts:
+def measured(
+    facts: JobFacts, result: Mapping[str, Any], events: Sequence[Mapping[str, Any]], seconds: float
+) -> JobFacts:
     """The facts with what the reference run showed: units, steps of epochs, seconds.
 
     Args:
         facts: From the declaration.
         result: The reference run's, as ``--json`` prints it.
         events: Its events.
+        seconds: How long its process took.
     """
     stages = tuple(replace(s, total=result["stages"][s.name]["total"]) for s in facts.stages)
     saves = [e["seconds"] for e in events if e["kind"] == "checkpoint"]
@@ -116,10 +134,12 @@ def measured(facts: JobFacts, result: Mapping[str, Any], events: Sequence[Mappin
         if s.kind == "train"
     ]
     units = [sum(result["stages"][s.name]["seconds"].values()) for s in stages if s.kind != "train"]
+    at_work_s = sum(result["seconds"].get(kind, 0.0) for kind in ("working", "saving"))
     return replace(
         facts,
         stages=stages,
         save_s=max(saves, default=facts.save_s),
         step_s=max(paces, default=facts.step_s),
         unit_s=max(units, default=facts.unit_s),
+        startup_s=max(0.0, seconds - at_work_s),
     )

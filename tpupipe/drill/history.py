@@ -16,6 +16,8 @@ _NEW_WORK = ("metrics", "unit", "checkpoint", "stage_done")  # a driver that is 
 _COMPUTED = ("unit.mapped", "unit.before_commit", "unit.after_commit")
 _NOT_COMMITTED = ("unit.mapped", "unit.before_commit")
 _ENDS_A_WORKER = (Action.KILL_WORKER, Action.KILL_HOST, Action.LOSE_SLICE, Action.HANG)
+# After a failure there, the training has steps to take for certain: no save of the last step was begun.
+_STEPS_TO_TAKE = ("train.step", "train.updated")
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,22 @@ def _replaced(events: Sequence[Event]) -> Iterator[float]:
         back = next((when for when in ready if when > event["time_s"]), None)
         if back is not None:
             yield back - event["time_s"]
+
+
+def never_recovered(attempt: AttemptHistory, stage: str) -> bool:
+    """Whether workers of a training stage were ended at a step, and nothing told of a new step afterwards.
+
+    Args:
+        attempt: One that ended well.
+        stage: The training stage.
+    """
+    failed = False
+    for event in _of_stage([attempt], stage):
+        if event["kind"] == "fault" and event["point"] in _STEPS_TO_TAKE:
+            failed = failed or event["action"] in (*_ENDS_A_WORKER, Action.RAISE)
+        elif event["kind"] == "recovered":
+            failed = False
+    return failed
 
 
 def rows_redone(

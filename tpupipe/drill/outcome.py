@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpupipe.drill.facts import JobFacts
-from tpupipe.drill.history import AttemptHistory, fired, lost_steps, never_fired, recoveries_s, rows_redone
+from tpupipe.drill.history import (
+    AttemptHistory,
+    fired,
+    lost_steps,
+    never_fired,
+    never_recovered,
+    recoveries_s,
+    rows_redone,
+)
 from tpupipe.drill.scenario import Scenario
+from tpupipe.errors import StageError
 from tpupipe.faults.plan import parse_fault
 
 DIGESTS = ("params_digest", "sample_digest")
@@ -46,6 +55,7 @@ class Seen:
         digests: ``(stage, digest)`` to where it comes from (leaf, steps), for those that differ.
         left: What of the slice was not given back.
         store_fired: Store fault to the number of requests it hit.
+        unreadable: What of the run could not be read, so that it could not be compared.
     """
 
     attempts: tuple[AttemptSeen, ...]
@@ -55,6 +65,7 @@ class Seen:
     digests: Mapping[tuple[str, str], str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     store_fired: Mapping[str, int] = field(default_factory=dict)
+    unreadable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class Verdict:
         attempts: Drivers that were started.
         seconds: All attempts together.
         log: Log of the last attempt.
+        allowed_recovery_s: What each recovery may take at most.
     """
 
     scenario: str
@@ -92,6 +104,7 @@ class Verdict:
     attempts: int
     seconds: float
     log: str = ""
+    allowed_recovery_s: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -115,13 +128,19 @@ def judge(
     histories = [attempt.history for attempt in seen.attempts]
     lost = {s.name: lost_steps(histories, s.name) for s in facts.stages if s.kind == "train"}
     allowed = {s.name: scenario.intervals * s.every for s in facts.stages if s.kind == "train" and s.every}
+    recoveries = recoveries_s(histories)
+    allowed_s = allowed_recovery_s(scenario, facts)
+    ended = _endings(scenario, seen)
     failed = [
-        *_endings(scenario, seen),
+        *ended,
+        *seen.unreadable,
         *(_unfired(scenario, seen) if scenario.must_fire else ()),
         *_results(reference, seen),
         *seen.differences.values(),
         *(f"not given back: {what}" for what in seen.left),
         *_losses(lost, allowed),
+        *_recoveries(recoveries, allowed_s),
+        *(_unrecovered(histories[-1], lost) if histories and not ended else ()),
     ]
     kinds = _kinds(seen)
     return Verdict(
@@ -134,12 +153,44 @@ def judge(
         faults=sum(parse_fault(text).times for text in scenario.faults) + len(scenario.store_faults),
         lost_steps=tuple(steps for each in lost.values() for steps in each),
         allowed_steps=max(allowed.values(), default=None),
-        recoveries_s=tuple(round(s, 2) for s in recoveries_s(histories)),
+        recoveries_s=tuple(round(s, 2) for s in recoveries),
         rows_redone=rows_redone(histories, facts, seen.unit_rows),
         attempts=len(seen.attempts),
         seconds=round(seconds, 1),
         log=seen.attempts[-1].log if seen.attempts else "",
+        allowed_recovery_s=round(allowed_s, 1),
     )
+
+
+def reference_failed(name: str, run: str, error: StageError, seconds: float) -> Verdict:
+    """The verdict on a reference run that did not end well: there is nothing to compare anything with."""
+    return Verdict(
+        scenario=name,
+        about="nothing is done to it: what all others would be compared with",
+        run=run,
+        failed=(error.message,),
+        fired=0,
+        kinds={},
+        faults=0,
+        lost_steps=(),
+        allowed_steps=None,
+        recoveries_s=(),
+        rows_redone=0,
+        attempts=1,
+        seconds=round(seconds, 1),
+        log=str(error.data.get("log", "")),
+    )
+
+
+def allowed_recovery_s(scenario: Scenario, facts: JobFacts) -> float:
+    """What a recovery of a scenario may take, from the failure to the first new work.
+
+    Where failures follow one another before there is any, it is from the first of them; a time-out or a notice that is
+    waited for is a part of it.
+    """
+    if scenario.recovery_s is not None:
+        return scenario.recovery_s
+    return scenario.failures_in_a_row * facts.recovery_s + scenario.extra_s
 
 
 def _kinds(seen: Seen) -> dict[str, int]:
@@ -154,16 +205,18 @@ def _kinds(seen: Seen) -> dict[str, int]:
 
 def _endings(scenario: Scenario, seen: Seen) -> list[str]:
     failed = []
-    for number, attempt in enumerate(seen.attempts, 1):
-        last = number == len(scenario.attempts)
-        if ended_well(attempt, last=last) or (attempt.exit_status == 0 and not scenario.must_fire):
+    for number, attempt in enumerate(seen.attempts):
+        wanted = scenario.status_of(number)
+        if ended_well(attempt, wanted) or (attempt.exit_status == 0 and not scenario.must_fire):
             continue
-        what = f"attempt {number} of {len(scenario.attempts)}"
+        what = f"attempt {number + 1} of {len(scenario.attempts)}"
         because = f": {attempt.error}" if attempt.error else ""
         if attempt.exit_status is None:
             failed.append(f"{what} did not end within {attempt.seconds:.0f} s and was stopped{because}")
-        elif last:
+        elif wanted == 0:
             failed.append(f"{what} ended with exit status {attempt.exit_status}{because}")
+        elif wanted is not None:
+            failed.append(f"{what} ended with exit status {attempt.exit_status} instead of {wanted}{because}")
         elif attempt.exit_status == 0:
             failed.append(f"{what} went to the end: {attempt.history.faults[-1]!r} never killed the driver")
         else:
@@ -173,9 +226,9 @@ def _endings(scenario: Scenario, seen: Seen) -> list[str]:
     return failed
 
 
-def ended_well(attempt: AttemptSeen, *, last: bool) -> bool:
-    """Whether an attempt ended as expected: the last by success, those before by the kill of their driver."""
-    return attempt.exit_status == 0 if last else attempt.history.killed
+def ended_well(attempt: AttemptSeen, wanted: int | None) -> bool:
+    """Whether an attempt ended with the exit status that it must have; ``None``: by the kill of its driver."""
+    return attempt.history.killed if wanted is None else attempt.exit_status == wanted
 
 
 def _unfired(scenario: Scenario, seen: Seen) -> list[str]:
@@ -209,6 +262,19 @@ def _losses(lost: Mapping[str, Sequence[int]], allowed: Mapping[str, int]) -> li
         f"stage {name}: {max(steps)} steps were lost, at most {allowed[name]} may be"
         for name, steps in lost.items()
         if name in allowed and max(steps, default=0) > allowed[name]
+    ]
+
+
+def _recoveries(taken_s: Sequence[float], allowed_s: float) -> list[str]:
+    longest = max(taken_s, default=0.0)
+    return [f"a recovery took {longest:.1f} s, at most {allowed_s:.0f} s may it take"] if longest > allowed_s else []
+
+
+def _unrecovered(last: AttemptHistory, training: Iterable[str]) -> list[str]:
+    return [
+        f"stage {name}: its workers were ended in a step, and no new step was told of afterwards"
+        for name in training
+        if never_recovered(last, name)
     ]
 
 

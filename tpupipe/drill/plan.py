@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tpupipe.drill.facts import JobFacts, StageFacts
+from tpupipe.drill.facts import JobFacts
+from tpupipe.drill.places import HOLD_FACTOR, Impossible, Places
 from tpupipe.drill.scenario import Scenario, split_attempts
+from tpupipe.drill.store_plan import kill_in_arrays, store_denied, store_fails, store_listings
 
-# Until a reference run has measured it: how long a process is held so that the save before is durable.
-HOLD_FACTOR = 3.0
-HOLD_MIN_S = 1.5
 STALL_MIN_S = 6.0
 DEADLINE_S = 15
+HELD_FOR_BEAT_S = 10  # the lease's second beat comes 5 s after the first
 
 # For choosing what fits: what a failure costs beyond the undisturbed run, on a faked slice of this kind of machine.
 RECOVERY_S = 12.0
@@ -28,10 +28,6 @@ class Skipped:
     why: str
 
 
-class _Impossible(Exception):  # noqa: N818 - not an error: the reason is reported
-    """The job has no place for a failure."""
-
-
 def standard_plan(facts: JobFacts) -> tuple[tuple[Scenario, ...], tuple[Skipped, ...]]:
     """The scenarios for a job, in the order in which they are worth their time.
 
@@ -43,55 +39,9 @@ def standard_plan(facts: JobFacts) -> tuple[tuple[Scenario, ...], tuple[Skipped,
     for name, make in _CATALOGUE.items():
         try:
             scenarios.append(make(name, facts))
-        except _Impossible as why:
+        except Impossible as why:
             skipped.append(Skipped(name, str(why)))
     return tuple(scenarios), tuple(skipped)
-
-
-# -- places -------------------------------------------------------------------------------------
-
-
-class _Places:
-    """Where in a job failures go. Faults of stages that a job does not have are left out."""
-
-    def __init__(self, facts: JobFacts) -> None:
-        self.facts = facts
-        self.prepare = facts.first("preprocess")
-        self.training = facts.first("train")
-        self.inference = facts.first("infer")
-        self.last_rank = facts.hosts - 1
-
-    def train(self) -> StageFacts:
-        if self.training is None:
-            raise _Impossible("the job has no Train stage")
-        return self.training
-
-    def between(self) -> StageFacts:
-        """The training stage, if a checkpoint comes before its last one."""
-        stage = self.train()
-        if stage.first_save is None:
-            raise _Impossible(f"stage {stage.name} has no checkpoint by steps before its last one: nothing to restore")
-        return stage
-
-    def unit(self, stage: StageFacts | None, fault: str) -> list[str]:
-        """``fault`` with ``{at}`` filled in, if the job has the stage: the unit in the middle of it."""
-        if stage is None:
-            return []
-        return [fault.format(at=f"={(stage.total or 1) // 2},stage={stage.name}")]
-
-    def units(self, fault: str) -> list[str]:
-        """The same failure in preprocessing and in inference."""
-        return [*self.unit(self.prepare, fault), *self.unit(self.inference, fault)]
-
-    def held(self, stage: StageFacts, step: int, rank: int, times: int = 1) -> list[str]:
-        """Holds a process before a step, so that the save before it is durable (or under way) when the failure comes."""
-        seconds = max(HOLD_MIN_S, HOLD_FACTOR * self.facts.save_s)
-        fault = f"slow@train.step={step},rank={rank},stage={stage.name},seconds={seconds:.1f}"
-        return [fault if times == 1 else f"{fault},times={times}"]
-
-    def step(self, action: str, stage: StageFacts, step: int, rank: int, more: str = "") -> list[str]:
-        """A failure before a step, with the checkpoint before it durable."""
-        return [*self.held(stage, step, rank), f"{action}@train.step={step},rank={rank},stage={stage.name}{more}"]
 
 
 def one_kill(facts: JobFacts) -> tuple[str, ...]:
@@ -100,7 +50,7 @@ def one_kill(facts: JobFacts) -> tuple[str, ...]:
     Returns:
         Faults; none for a job that no failure can be placed in.
     """
-    at = _Places(facts)
+    at = Places(facts)
     if at.training is not None:
         return tuple(at.step("kill-worker", at.training, at.training.middle, at.last_rank))
     return tuple(at.units("kill-worker@unit.before_commit{at}"))[:1]
@@ -110,17 +60,17 @@ def one_kill(facts: JobFacts) -> tuple[str, ...]:
 
 
 def _kill_worker(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     faults = at.units("kill-worker@unit.before_commit{at}")
     if at.training is not None:
         faults += at.step("kill-worker", at.training, at.training.middle, at.last_rank)
     if not faults:
-        raise _Impossible("the job has no stage with a fault point")
+        raise Impossible("the job has no stage with a fault point")
     return Scenario(name, (tuple(faults),), about="a worker is killed in every kind of stage, before its work counts")
 
 
 def _kill_driver(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     faults = ["kill-driver@run.reserved", *at.unit(at.prepare, "kill-driver@unit.before_commit{at}")]
     if at.training is not None:
         step, stage = at.training.middle, at.training.name
@@ -130,41 +80,48 @@ def _kill_driver(name: str, facts: JobFacts) -> Scenario:
 
 
 def _kill_between(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     stage = at.train()
     step = stage.next_save
     # Rank 0 waits after it began the save, so that no step runs ahead of it.
-    held = at.held(stage, step, 0) if step < (stage.total or 1) else []
-    faults = [*held, f"kill-worker@save.arrays_written={step},rank=0,stage={stage.name}"]
+    faults = [*at.held_if_taken(stage, step, 0), f"kill-worker@save.arrays_written={step},rank=0,stage={stage.name}"]
     faults += at.units("kill-worker@unit.after_commit{at}")
     return Scenario(name, (tuple(faults),), about="killed with the arrays durable and no record; units after theirs")
 
 
 def _kill_in_restore(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     stage = at.between()
     faults = at.step("kill-worker", stage, stage.middle, at.last_rank)
-    faults.append(f"kill-worker@restore.start={stage.first_save},rank=0,stage={stage.name}")
+    faults += [
+        f"kill-worker@{point}={stage.first_save},rank=0,stage={stage.name}"
+        for point in ("restore.start", "restore.done")
+    ]
     if at.inference is not None:
         faults.append(f"kill-worker@params.loaded,rank=0,stage={at.inference.name}")
     return Scenario(
-        name, (tuple(faults),), about="killed in a step, and again while it restores; inference while loading"
+        name, (tuple(faults),), about="killed in a step, and twice while it restores; inference while loading"
     )
 
 
 def _kill_twice(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     stage = at.train()
-    faults = at.step("kill-worker", stage, stage.middle, at.last_rank, ",times=2")
-    return Scenario(name, (tuple(faults),), about="killed twice in a row before the first new checkpoint")
+    step = stage.middle
+    # Two places, as the same death at the same step would be taken for the job's own fault, and not be retried. Rank 0
+    # says how far it is: step - 1 at the first kill and step at the second, where it says so after every step.
+    first, second = (f"updated={step - 1}", f"step={step}") if step else ("step=0", "updated=0")
+    kills = [f"kill-worker@train.{place},rank=0,stage={stage.name}" for place in (first, second)]
+    faults = (*at.held(stage, max(0, step - 1), 0), *kills)
+    return Scenario(name, (faults,), about="killed twice in a row before the first new checkpoint")
 
 
 def _corrupt(how: str) -> Callable[[str, JobFacts], Scenario]:
     def make(name: str, facts: JobFacts) -> Scenario:
-        at = _Places(facts)
+        at = Places(facts)
         stage = at.between()
         if stage.next_save >= (stage.total or 0):
-            raise _Impossible(f"stage {stage.name} has no two checkpoints before its last one: nothing to fall back to")
+            raise Impossible(f"stage {stage.name} has no two checkpoints before its last one: nothing to fall back to")
         spoil = f"corrupt-checkpoint@save.after_commit={stage.next_save},rank=0,stage={stage.name},how={how}"
         faults = [spoil, *at.step("kill-worker", stage, stage.next_save, at.last_rank)]
         about = f"the newest checkpoint is damaged ({how}), then a worker is killed: the one before it counts"
@@ -175,9 +132,9 @@ def _corrupt(how: str) -> Callable[[str, JobFacts], Scenario]:
 
 def _on_a_host(action: str, about: str, more: str = "") -> Callable[[str, JobFacts], Scenario]:
     def make(name: str, facts: JobFacts) -> Scenario:
-        at = _Places(facts)
+        at = Places(facts)
         if not facts.faked:
-            raise _Impossible("only a faked slice may lose hosts in the standard plan; a plan file may ask for it")
+            raise Impossible("only a faked slice may lose hosts in the standard plan; a plan file may ask for it")
         stage = at.train()
         faults = at.step(action, stage, stage.middle, at.last_rank, more)
         return Scenario(name, (tuple(faults),), about=about, extra_s=15.0)
@@ -186,7 +143,7 @@ def _on_a_host(action: str, about: str, more: str = "") -> Callable[[str, JobFac
 
 
 def _kill_in_save(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     stage = at.train()
     faults = at.held(stage, stage.middle, at.last_rank)  # the save before this one is durable by then
     faults.append(f"kill-worker@save.start={stage.next_save},rank={at.last_rank},stage={stage.name}")
@@ -195,12 +152,11 @@ def _kill_in_save(name: str, facts: JobFacts) -> Scenario:
 
 def _kill_after(point: str, about: str, unit_point: str = "") -> Callable[[str, JobFacts], Scenario]:
     def make(name: str, facts: JobFacts) -> Scenario:
-        at = _Places(facts)
+        at = Places(facts)
         stage = at.train()
         updated = point == "train.updated"
         step = stage.middle if updated else stage.next_save
-        held = at.held(stage, step, 0) if step < (stage.total or 1) else []
-        faults = [*held, f"kill-worker@{point}={step},rank=0,stage={stage.name}"]
+        faults = [*at.held_if_taken(stage, step, 0), f"kill-worker@{point}={step},rank=0,stage={stage.name}"]
         if unit_point:
             faults += at.units(f"kill-worker@{unit_point}{{at}}")
         return Scenario(name, (tuple(faults),), about=about)
@@ -209,29 +165,30 @@ def _kill_after(point: str, about: str, unit_point: str = "") -> Callable[[str, 
 
 
 def _kill_when_trained(name: str, facts: JobFacts) -> Scenario:
-    stage = _Places(facts).train()
+    stage = Places(facts).train()
     faults = (f"kill-worker@train.trained,rank=0,stage={stage.name}",)
     return Scenario(name, (faults,), about="killed with everything committed: nothing is done again")
 
 
 def _kill_driver_at_commits(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
-    faults = ["kill-driver@run.lease_acquired"]
+    at = Places(facts)
+    faults = ["kill-driver@run.identity", "kill-driver@run.lease_acquired"]
+    if held := at.before_work(HELD_FOR_BEAT_S):  # or a short run may be over before the beat
+        faults += [*held, "kill-driver@lease.beat=2"]
     if at.prepare is not None:
         faults.append(f"kill-driver@stage.manifest={at.prepare.name}")
     if at.training is not None:
         step, stage = at.training.next_save, at.training.name
-        held = at.held(at.training, step, 0) if step < (at.training.total or 1) else []
-        faults += [*held, f"kill-driver@save.before_commit={step},rank=0,stage={stage}"]
+        faults += at.held_if_taken(at.training, step, 0)
+        faults.append(f"kill-driver@save.before_commit={step},rank=0,stage={stage}")
     if at.inference is not None:
         faults.append(f"kill-driver@stage.manifest={at.inference.name}")
-    return Scenario(
-        name, split_attempts(faults), about="the driver is killed with the lease, in a save, before manifests"
-    )
+    about = "the driver is killed with the lease, as it beats, in a save, before manifests"
+    return Scenario(name, split_attempts(faults), about=about)
 
 
 def _raise(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     stage = at.train()
     faults = tuple(at.step("raise", stage, stage.middle, 0))
     about = "the job's code raises once, and the budget allows it"
@@ -239,7 +196,7 @@ def _raise(name: str, facts: JobFacts) -> Scenario:
 
 
 def _hang(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     stage = at.train()
     stall_s = stall_timeout_s(facts)
     return Scenario(
@@ -252,7 +209,7 @@ def _hang(name: str, facts: JobFacts) -> Scenario:
 
 
 def _slow(name: str, facts: JobFacts) -> Scenario:
-    at = _Places(facts)
+    at = Places(facts)
     faults = at.units("slow@unit.read{at},seconds=2")
     if at.training is not None:
         stage, step = at.training, at.training.middle
@@ -261,16 +218,6 @@ def _slow(name: str, facts: JobFacts) -> Scenario:
             f"slow@save.start={stage.next_save},rank={at.last_rank},stage={stage.name},seconds=2",
         ]
     return Scenario(name, (tuple(faults),), about="single processes are slow; nothing fails", extra_s=6.0)
-
-
-def _store(about: str, *faults: str) -> Callable[[str, JobFacts], Scenario]:
-    def make(name: str, facts: JobFacts) -> Scenario:
-        if not facts.emulated:
-            raise _Impossible("only the embedded store can be made to fail (store.embedded: true)")
-        # A save that the store keeps waiting is not there yet when a later one is lost.
-        return Scenario(name, store_faults=faults, intervals=2, about=about, extra_s=10.0)
-
-    return make
 
 
 def _undisturbed(name: str, _: JobFacts) -> Scenario:
@@ -284,14 +231,17 @@ _CATALOGUE: Mapping[str, Callable[[str, JobFacts], Scenario]] = {
     "kill-in-restore": _kill_in_restore,
     "kill-twice": _kill_twice,
     "corrupt-flip": _corrupt("flip"),
-    "store-errors": _store(
+    "store-errors": store_fails(
         "the store refuses one write in ten and one read in twenty",
         "503@create,rate=0.1,seed=1",
         "429@read,rate=0.05,seed=2",
     ),
     "kill-host": _on_a_host("kill-host", "a host is lost without notice"),
     "kill-in-save": _kill_in_save,
+    "kill-in-arrays": kill_in_arrays,
     "hang": _hang,
+    "store-denied": store_denied,
+    "store-listings": store_listings,
     "drain-host": _on_a_host("drain-host", "a host is taken away with notice", f",deadline_s={DEADLINE_S}"),
     "lose-slice": _on_a_host("lose-slice", "all hosts of a slice are lost at once"),
     "kill-driver-at-commits": _kill_driver_at_commits,
@@ -300,12 +250,18 @@ _CATALOGUE: Mapping[str, Callable[[str, JobFacts], Scenario]] = {
     "kill-after-commit": _kill_after("save.after_commit", "killed with the record there and nobody told"),
     "kill-before-commit": _kill_after("save.before_commit", "killed just before the record is created"),
     "kill-when-trained": _kill_when_trained,
-    "store-outage": _store("the store is gone for some seconds", "outage@any,seconds=5,after=60"),
-    "store-bodies": _store(
+    "store-outage": store_fails("the store is gone for some seconds", "outage@any,seconds=5,after=60"),
+    "store-bodies": store_fails(
         "downloads break off, answers get lost, connections are reset",
         "truncate@download,rate=0.05,seed=3",
         "reset@create,rate=0.05,seed=4",
         "lost@create,rate=0.05,seed=5",
+    ),
+    "store-slow": store_fails(
+        "every request to the store takes a tenth of a second more, some take seconds",
+        "latency@any,seconds=0.1",
+        "latency@any,seconds=2,rate=0.02,seed=13",
+        extra_s=40.0,
     ),
     "corrupt-truncate": _corrupt("truncate"),
     "corrupt-delete": _corrupt("delete"),

@@ -32,6 +32,8 @@ class _Entry(BaseModel):
     store_faults: list[str] = Field(default_factory=list)
     set: list[str] = Field(default_factory=list)
     intervals: int = Field(default=1, ge=0, le=1000)
+    recovery_s: float | None = Field(default=None, gt=0, le=86_400, strict=False)
+    first_status: int | None = Field(default=None, ge=1, le=255)
     about: str = ""
 
 
@@ -101,13 +103,16 @@ def _override(text: str) -> None:
 
 
 def _scenario(entry: _Entry) -> Scenario:
+    refused: tuple[tuple[str, ...], ...] = () if entry.first_status is None else ((),)
     return Scenario(
         entry.name,
-        split_attempts(entry.faults),
+        (*refused, *split_attempts(entry.faults)),
         tuple(entry.store_faults),
         tuple(entry.set),
         entry.intervals,
         about=entry.about,
+        recovery_s=entry.recovery_s,
+        first_status=entry.first_status,
     )
 
 

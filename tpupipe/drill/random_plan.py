@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tpupipe.drill.facts import JobFacts, StageFacts
 from tpupipe.drill.plan import DEADLINE_S, stall_timeout_s
@@ -14,10 +15,12 @@ MOST_FAULTS = 3
 STORE_SHARE = 0.25  # of the trials whose store fails, too
 # A save that was under way is lost with its process, and the one before may have been damaged.
 INTERVALS = 3
+_STORE_EXTRA_S = 10.0
 
 _STEP_POINTS = ("train.step", "train.updated")
 _SAVE_POINTS = ("save.start", "save.arrays_written", "save.before_commit", "save.after_commit")
-# An error there is a save that failed, which ends a run, as it should.
+# An error there is a save that failed, which ends a run, as it should; a hang is noticed at the next save, or at the end
+# after the bound on a save.
 _IN_BACKGROUND = ("save.arrays_written", "save.before_commit", "save.after_commit")
 _UNIT_POINTS = ("unit.read", "unit.mapped", "unit.before_commit", "unit.after_commit")
 _STORE_FAULTS = (
@@ -29,7 +32,15 @@ _STORE_FAULTS = (
     "outage@any,seconds=4,after={after}",
 )
 
-Placed = tuple[int, int, str]  # position of the stage, step or unit, and the fault: sorts by when it fires
+Placed = tuple[int, int, str]  # position of the stage, steps done (or unit), and the fault: sorts by when it fires
+
+DRIVER_SHARE = 0.1  # of the failures: at the driver's own places
+LOAD_SHARE = 0.15  # of those of a stage that loads parameters: while it does
+_BEFORE_STAGES, _AT_END = -1, 10**9
+_START_POINTS = ("run.identity", "run.lease_acquired", "run.reserved")  # in the order in which they are passed
+_RESTORE_POINTS = ("restore.start", "restore.done")
+# Processes may be two steps apart, and steps are told one by one where they take half a second or more.
+_RUN_AHEAD_STEPS, _TOLD_ONE_BY_ONE_S = 2, 0.25
 
 
 def random_plan(facts: JobFacts, seed: int) -> Iterator[Scenario]:
@@ -48,23 +59,48 @@ def random_plan(facts: JobFacts, seed: int) -> Iterator[Scenario]:
 def random_scenario(facts: JobFacts, seed: int, number: int) -> Scenario:
     """One trial."""
     rng = random.Random(f"{seed}/{number}")  # noqa: S311 - drawn to be drawn again, not to be secret
-    # One failure at a place: the same error twice at one step ends a run, as it should.
-    places = {
-        (stage, at): fault for stage, at, fault in (_fault(rng, facts) for _ in range(rng.randint(1, MOST_FAULTS)))
-    }
-    stalls = [f"stages.{s.name}.stall_timeout_s={stall_timeout_s(facts)}" for s in facts.stages if s.kind == "train"]
+    places: list[Placed] = []
+    for placed in [_fault(rng, facts) for _ in range(rng.randint(1, MOST_FAULTS))]:
+        # One failure at a place: the same error twice at one step ends a run, as it should.
+        if not any(_same_place(placed, other, facts) for other in places):
+            places.append(placed)
+    faults = [fault for *_, fault in sorted(places)]
+    store_faults = _store_faults(rng, facts)
+    stall_s = stall_timeout_s(facts)
+    stalls = [f"stages.{s.name}.stall_timeout_s={stall_s}" for s in facts.stages if s.kind == "train"]
     return Scenario(
         f"trial-{number:04d}",
-        split_attempts([places[place] for place in sorted(places)]),
-        store_faults=_store_faults(rng, facts),
+        split_attempts(faults),
+        store_faults=store_faults,
         overrides=("budgets.app_errors=8", "budgets.worker_failures=8", "budgets.host_failures=8", *stalls),
         intervals=INTERVALS,
         must_fire=False,
         about=f"seed {seed}, number {number}",
+        extra_s=_waited_for_s(faults, store_faults, stall_s),
     )
 
 
+def _same_place(one: Placed, other: Placed, facts: JobFacts) -> bool:
+    """Whether two failures may be told of the same step (or are at the same unit, or place of the driver)."""
+    training = one[0] >= 0 and facts.stages[one[0]].kind == "train"
+    return one[0] == other[0] and abs(one[1] - other[1]) <= (_steps_apart(facts) if training else 0)
+
+
+def _steps_apart(facts: JobFacts) -> int:
+    """Steps by which the step that is told of a failure may differ from the one at which it was placed."""
+    slow = facts.step_s > _TOLD_ONE_BY_ONE_S
+    in_a_save = math.ceil(facts.save_s / facts.step_s) if slow else 0  # a save's places are passed while steps go on
+    return _RUN_AHEAD_STEPS + in_a_save
+
+
+def _waited_for_s(faults: Sequence[str], store_faults: Sequence[str], stall_s: int) -> float:
+    hangs, drains = (sum(f.startswith(f"{action}@") for f in faults) for action in ("hang", "drain-host"))
+    return float(stall_s * hangs + DEADLINE_S * drains + _STORE_EXTRA_S * len(store_faults))
+
+
 def _fault(rng: random.Random, facts: JobFacts) -> Placed:
+    if rng.random() < DRIVER_SHARE:
+        return _of_driver(rng, facts)
     position = rng.choices(range(len(facts.stages)), [3 if s.kind == "train" else 1 for s in facts.stages])[0]
     stage = facts.stages[position]
     draw: Callable[[random.Random, JobFacts, StageFacts], tuple[int, str]]
@@ -73,7 +109,19 @@ def _fault(rng: random.Random, facts: JobFacts) -> Placed:
     return position, at, f"{fault},stage={stage.name}"
 
 
+def _of_driver(rng: random.Random, facts: JobFacts) -> Placed:
+    """At the driver's own places, each of which it passes once."""
+    place = rng.randrange(len(_START_POINTS) + len(facts.stages))
+    if place < len(_START_POINTS):
+        return _BEFORE_STAGES, place, f"kill-driver@{_START_POINTS[place]}"
+    position = place - len(_START_POINTS)
+    return position, _AT_END, f"kill-driver@stage.manifest={facts.stages[position].name}"
+
+
 def _of_units(rng: random.Random, _: JobFacts, stage: StageFacts) -> tuple[int, str]:
+    if stage.kind == "infer" and rng.random() < LOAD_SHARE:
+        point = rng.choice((*_RESTORE_POINTS, "params.loaded"))
+        return -1, f"{rng.choice(('kill-worker', 'slow'))}@{point}"
     unit = rng.randrange(max(1, stage.total or 1))
     action = rng.choice(("kill-worker", "kill-worker", "kill-driver", "slow"))
     return unit, f"{action}@{rng.choice(_UNIT_POINTS)}={unit}"
@@ -81,13 +129,17 @@ def _of_units(rng: random.Random, _: JobFacts, stage: StageFacts) -> tuple[int, 
 
 def _of_training(rng: random.Random, facts: JobFacts, stage: StageFacts) -> tuple[int, str]:
     total, every = stage.total or 1, stage.every or stage.total or 1
+    if rng.random() < LOAD_SHARE:
+        # The first restore after whatever fails before that step. No hang: that has a bound of half an hour.
+        action, point = rng.choice(("kill-worker", "raise", "slow")), rng.choice(_RESTORE_POINTS)
+        return rng.randrange(total), f"{action}@{point},rank={rng.randrange(facts.hosts)}"
     saves = [*range(every, total, every), total]
     at_save = rng.random() < 0.4
     step = rng.choice(saves) if at_save else rng.randrange(total)
     point = rng.choice(_SAVE_POINTS if at_save else _STEP_POINTS)
-    actions = ["kill-worker", "kill-worker", "kill-driver", "hang", "slow"]
+    actions = ["kill-worker", "kill-worker", "kill-driver", "slow"]
     if point not in _IN_BACKGROUND:
-        actions.append("raise")
+        actions += ["raise", "hang"]
     if facts.faked:
         actions += ["kill-host", "lose-slice", f"drain-host,deadline_s={DEADLINE_S}"]
     if point == "save.after_commit":
@@ -95,7 +147,8 @@ def _of_training(rng: random.Random, facts: JobFacts, stage: StageFacts) -> tupl
     action, _, more = rng.choice(actions).partition(",")
     # Records are written by rank 0 alone; of the other points any process will do.
     rank = 0 if point.startswith("save.") and point != "save.start" else rng.randrange(facts.hosts)
-    return step, f"{action}@{point}={step},rank={rank}" + (f",{more}" if more else "")
+    done = step + (point == "train.updated")
+    return done, f"{action}@{point}={step},rank={rank}" + (f",{more}" if more else "")
 
 
 def _store_faults(rng: random.Random, facts: JobFacts) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class Report:
         seconds: The whole drill.
         budget_s: What was allowed, if anything was said.
         folder: Local folder of the logs and of this report as JSON.
+        unfinished: Why it is not the whole drill's report; empty if it is.
     """
 
     job: str
@@ -42,13 +43,16 @@ class Report:
     seconds: float
     budget_s: float | None
     folder: str
+    unfinished: str = ""
 
     @property
     def status(self) -> str:
-        """``passed``, ``failed``, or ``nothing ran``."""
-        if not self.verdicts:
-            return "nothing ran"
-        return "passed" if all(v.passed for v in self.verdicts) else "failed"
+        """``passed``, ``failed``, ``unfinished``, or ``nothing ran``."""
+        if not all(v.passed for v in self.verdicts):
+            return "failed"
+        if self.unfinished:
+            return "unfinished"
+        return "passed" if self.verdicts else "nothing ran"
 
     def to_json(self) -> str:
         """One JSON object on one line."""
@@ -67,7 +71,7 @@ class Report:
                 v.scenario,
                 f"{v.fired} of {v.faults}",
                 f"{', '.join(map(str, v.lost_steps))}{of}" if v.lost_steps else "",
-                ", ".join(f"{s:.1f}" for s in v.recoveries_s),
+                f"{', '.join(f'{s:.1f}' for s in v.recoveries_s)}{_of_s(v)}" if v.recoveries_s else "",
                 str(v.rows_redone),
                 str(v.attempts),
                 f"{v.seconds:.0f}",
@@ -99,13 +103,14 @@ class Report:
         )
 
     def to_junit(self) -> str:
-        """One test suite, one test case per scenario; what was not run is skipped."""
+        """One test suite, one test case per scenario; what was not run is skipped, a drill that did not end is an error."""
+        cut_off = self.status == "unfinished"  # else a failure says why, or there is nothing to say
         suite = ET.Element(
             "testsuite",
             name=f"tpupipe drill {self.job}",
-            tests=str(len(self.verdicts) + len(self.left_out)),
+            tests=str(len(self.verdicts) + len(self.left_out) + cut_off),
             failures=str(sum(not v.passed for v in self.verdicts)),
-            errors="0",
+            errors=str(int(cut_off)),
             skipped=str(len(self.left_out)),
             time=f"{self.seconds:.1f}",
         )
@@ -117,6 +122,9 @@ class Report:
             ET.SubElement(case, "system-out").text = _xml_text(_numbers(v))
         for skipped in self.left_out:
             ET.SubElement(_case(suite, self.job, skipped.name, 0.0), "skipped", message=_xml_text(skipped.why))
+        if cut_off:
+            message = _xml_text(f"the drill did not end: {self.unfinished}")
+            ET.SubElement(_case(suite, self.job, "the whole drill", self.seconds), "error", message=message)
         suites = ET.Element("testsuites")
         suites.append(suite)
         return ET.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
@@ -124,6 +132,10 @@ class Report:
 
 def _case(suite: ET.Element, job: str, name: str, seconds: float) -> ET.Element:
     return ET.SubElement(suite, "testcase", classname=f"drill.{job}", name=name, time=f"{seconds:.1f}")
+
+
+def _of_s(v: Verdict) -> str:
+    return "" if v.allowed_recovery_s is None else f" (of {v.allowed_recovery_s:.0f})"
 
 
 def _numbers(v: Verdict) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tpupipe.errors import UsageError
-from tpupipe.faults.plan import Action, parse_fault
+from tpupipe.faults.plan import Action, parse_fault, parse_faults
 from tpupipe.faults.points import POINTS
 from tpupipe.store.layout import check_name
 
 MAX_ATTEMPTS = 12
 MAX_NAME = 32  # of a run's 63 characters the drill's own name takes the rest
+
+_NO_FAILURE = (Action.SLOW, Action.CORRUPT_CHECKPOINT)  # nothing has to be recovered from
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,15 @@ class Scenario:
         name: Names the scenario and its run; at most 32 of a-z 0-9 . _ -.
         attempts: The faults of each attempt. Every attempt but the last is ended by its last fault, which kills the
             driver; the same command is then given again with the next attempt's faults.
-        store_faults: Faults of the store, in force in every attempt.
+        store_faults: Faults of the store, in force in every attempt (but see ``first_status``).
         overrides: ``KEY=VALUE`` laid over the configuration, for this scenario only.
         intervals: How many checkpoint intervals of steps a failure may cost.
         must_fire: Whether a fault that does not fire is a failure of the scenario: what was not tried proves nothing.
         about: One line for the report.
         extra_s: Seconds that it takes beyond its failures' recoveries (a hang that is waited for).
+        recovery_s: Bound on every recovery; ``None`` is what the reference run suggests.
+        first_status: Exit status that the first attempt must end with, as nobody kills its driver: its store refuses
+            something for good. From the second attempt on the store works.
     """
 
     name: str
@@ -38,6 +44,8 @@ class Scenario:
     must_fire: bool = True
     about: str = ""
     extra_s: float = 0.0
+    recovery_s: float | None = None
+    first_status: int | None = None
     faults: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +57,35 @@ class Scenario:
                 f"Scenario {self.name!r} has {len(self.attempts)} attempts; allowed: 1 to {MAX_ATTEMPTS}.",
                 hint="Each kill of the driver begins one more.",
             )
+        if self.first_status is not None and len(self.attempts) < 2:
+            raise UsageError(
+                f"Scenario {self.name!r}: its first attempt must end with status {self.first_status}, and there is no second.",
+                hint="The second one, in which the store works, has to end well.",
+            )
         object.__setattr__(self, "faults", tuple(fault for attempt in self.attempts for fault in attempt))
+
+    def status_of(self, attempt: int) -> int | None:
+        """Exit status that an attempt (from 0) must end with; ``None`` where its driver is to be killed."""
+        if attempt == len(self.attempts) - 1:
+            return 0
+        return self.first_status if attempt == 0 else None
+
+    def store_faults_of(self, attempt: int) -> tuple[str, ...]:
+        """Faults of the store in an attempt (from 0)."""
+        return self.store_faults if attempt == 0 or self.first_status is None else ()
+
+    @property
+    def failures_in_a_row(self) -> int:
+        """Failures of one stage in one attempt, at most: where the next comes before any new work, they are one recovery."""
+        most = 1
+        for faults in map(parse_faults, self.attempts):
+            failures = [fault for fault in faults if fault.action not in _NO_FAILURE]
+            by_stage = Counter({"": 0})
+            for fault in failures:
+                by_stage[dict(fault.when).get("stage", "")] += fault.times
+            anywhere = by_stage.pop("")  # it may come in any of the stages
+            most = max(most, anywhere + max(by_stage.values(), default=0))
+        return most
 
 
 def kills_driver(text: str) -> bool:

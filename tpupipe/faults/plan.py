@@ -18,7 +18,7 @@ HOW = ("flip", "truncate", "delete")
 
 _OPTIONS = {"seconds": float, "times": int, "rate": float, "seed": int, "deadline_s": float, "how": str}
 _FACTS = ("rank", "stage", "unit")
-_NUMBERS = ("rank", "step", "index", "epoch", "hosts", "beat")
+_NUMBERS = ("rank", "step", "index", "epoch", "hosts", "beat", "generation")
 
 
 class Action(StrEnum):
@@ -36,7 +36,7 @@ class Action(StrEnum):
 
 
 # They hit the host that passes the point, and the driver's is no TPU host.
-_ON_A_HOST = (Action.KILL_HOST, Action.DRAIN_HOST, Action.LOSE_SLICE)
+ON_A_HOST = (Action.KILL_HOST, Action.DRAIN_HOST, Action.LOSE_SLICE)
 _ONLY_FOR = {"deadline_s": Action.DRAIN_HOST, "how": Action.CORRUPT_CHECKPOINT}
 
 
@@ -47,7 +47,7 @@ class Fault:
     Args:
         action: What happens.
         point: Where.
-        when: Facts that must be equal, as text.
+        when: Facts that must be equal, as text; numbers without leading zeros.
         seconds: For ``slow``.
         times: How often it fires at most in one attempt, over all processes and restarts.
         text: As it was written.
@@ -128,7 +128,7 @@ def parse_fault(text: str) -> Fault:
             hint=f"{f'Did you mean {near[0]}? ' if near else ''}Points: {', '.join(POINTS)}.",
         )
     action = Action(action_text)
-    if action in _ON_A_HOST and POINTS[point].where == "driver":
+    if action in ON_A_HOST and POINTS[point].where == "driver":
         raise UsageError(
             f"Fault {text!r}: {action} is about the host that passes the point, and {point} is passed by the driver.",
             hint=f"Points of workers: {', '.join(name for name, info in POINTS.items() if info.where == 'worker')}.",
@@ -173,12 +173,14 @@ def _out_of_range(fault: Fault) -> str:
 
 
 def _checked(text: str, fact: str, value: str) -> str:
-    """A fault that could never fire would look like one that was survived."""
+    """The value as points give it. A fault that could never fire would look like one that was survived."""
     if not value.strip():
         raise UsageError(f"Fault {text!r}: {fact}= has no value.", hint=f"{fact}=40, or leave it out for any.")
-    if fact in _NUMBERS and not value.isdigit():
+    if fact not in _NUMBERS:
+        return value
+    if not value.isdecimal():
         raise UsageError(f"Fault {text!r}: {fact}={value!r} must be a whole number of at least 0.")
-    return value
+    return str(int(value))
 
 
 def parse_faults(texts: Sequence[str]) -> tuple[Fault, ...]:

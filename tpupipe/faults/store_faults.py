@@ -66,7 +66,7 @@ class StoreFault:
         burst: Requests that it hits in a row each time.
         after: Matching requests that pass before the first one is hit.
         seconds: How long (``KINDS`` says what).
-        name: Part of the object's name (of a listing's prefix).
+        name: Part of the object's name (of a listing's prefix); with a ``$`` at its end, the end of it.
         method: HTTP verb; empty is any.
         per_name_interval_s: Hits only a write that comes sooner than this after the last one of the same object.
         retry_after_s: Whole seconds in the answer's ``Retry-After``; 0 is no such header.
@@ -96,9 +96,13 @@ class StoreFault:
         """Whether the request is of the kind it is limited to."""
         return (
             request.operation in OPERATIONS[self.operation]
-            and self.name in request.name
+            and self._names(request.name)
             and self.method in ("", request.method)
         )
+
+    def _names(self, name: str) -> bool:
+        end = self.name.removesuffix("$")
+        return name.endswith(end) if end != self.name else self.name in name
 
     @classmethod
     def parse(cls, text: str) -> Self:
