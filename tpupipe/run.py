@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tpupipe.config import Config, Environment, environment, process_variables
@@ -459,15 +458,14 @@ def base_folder(env: Environment) -> Path:
 
 
 def params_now(stage: Infer, config: Config, endpoint: str | None) -> str:
-    """Fingerprint of the parameters that a stage of an incremental job would be given now: by URI, or files.
+    """Fingerprint of the parameters that a stage of an incremental job would be given now.
 
     Raises:
         NoIntactCheckpointError: There are none.
     """
-    from tpupipe.stages.infer_params import find_params
+    from tpupipe.stages.infer_params import find_params_elsewhere
 
-    place: Any = SimpleNamespace(config=config, endpoint=endpoint, input_options=input_options(endpoint))
-    return find_params(stage, place).fingerprint
+    return find_params_elsewhere(stage, config.store, endpoint, input_options(endpoint)).fingerprint
 
 
 def input_options(endpoint: str | None) -> Mapping[str, Any]:

@@ -103,14 +103,14 @@ def test_a_uri_needs_the_structure_of_the_state(run, job, other):
 def test_what_is_no_training_stage_is_refused(run, uri):
     """JobError with the form that is allowed."""
     with pytest.raises(JobError, match="not a training stage") as caught:
-        parse_params_uri(uri, run)
+        parse_params_uri(uri, run.config.store, None)
     assert "stages/<stage>" in caught.value.hint
 
 
 def test_the_parts_of_a_uri(run):
     """Store, job, run, stage and the checkpoint's folder; a trailing slash does not matter."""
     named = "job/run/stages/lm/checkpoints/0000000020-000003"
-    store, paths, name, folder = parse_params_uri(f"gs://bucket/a/b/{named}/", run)
+    store, paths, name, folder = parse_params_uri(f"gs://bucket/a/b/{named}/", run.config.store, run.endpoint)
     assert (str(store.root), paths, name, folder) == ("gs://bucket/a/b", RunPaths("job", "run"), "lm", named)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.checkpoint.restore import restore_params
 from tpupipe.checkpoint.verify import newest_intact
+from tpupipe.config import StoreConfig
 from tpupipe.data.pretrained import Pretrained
 from tpupipe.errors import JobError, NoIntactCheckpointError
 from tpupipe.job import Infer, Train, default_params
@@ -166,23 +167,49 @@ def find_params(stage: Infer, run: StageRun) -> ParamsSource:
         JobError: The URI does not name a training stage of a run, or the job has no ``Train`` stage to take the
             model's structure from.
     """
+    if isinstance(stage.params, Pretrained) or "/" in stage.params:
+        return find_params_elsewhere(stage, run.config.store, run.endpoint, run.input_options)
+    trained = run.job.stage(stage.params)
+    if not isinstance(trained, Train):
+        raise JobError(f"stage {stage.name!r}: params={stage.params!r} is not a Train stage.")
+    return _checkpoint_params(stage, run.store, run.paths, trained.name, None, trained.init, trained.params)
+
+
+def find_params_elsewhere(
+    stage: Infer, config: StoreConfig, endpoint: str | None, input_options: Mapping[str, Any]
+) -> ParamsSource:
+    """The same for parameters that no stage of the job makes: of another run by URI, or files.
+
+    Args:
+        stage: The declaration.
+        config: How a store is opened.
+        endpoint: Emulated Cloud Storage, or ``None``.
+        input_options: fsspec's options for opening files.
+
+    Raises:
+        DataError, NoIntactCheckpointError, JobError: As :func:`find_params`.
+    """
     if isinstance(stage.params, Pretrained):
-        _, fingerprint = stage.params.read(run.input_options)
-        return PretrainedParams(stage.name, stage.params, fingerprint, run.input_options)
-    if "/" not in stage.params:
-        trained = run.job.stage(stage.params)
-        if not isinstance(trained, Train):
-            raise JobError(f"stage {stage.name!r}: params={stage.params!r} is not a Train stage.")
-        store, paths, name, wanted = run.store, run.paths, trained.name, None
-        init, params = trained.init, trained.params
-    else:
-        store, paths, name, wanted = parse_params_uri(stage.params, run)
-        if stage.init is None:
-            raise JobError(
-                f"stage {stage.name!r}: params={stage.params!r} is a URI, so init= must say what the state looks like.",
-                hint="Infer(init=lm.init, ...): it is only traced, never run.",
-            )
-        init, params = stage.init, default_params
+        _, fingerprint = stage.params.read(input_options)
+        return PretrainedParams(stage.name, stage.params, fingerprint, input_options)
+    store, paths, name, wanted = parse_params_uri(stage.params, config, endpoint)
+    if stage.init is None:
+        raise JobError(
+            f"stage {stage.name!r}: params={stage.params!r} is a URI, so init= must say what the state looks like.",
+            hint="Infer(init=lm.init, ...): it is only traced, never run.",
+        )
+    return _checkpoint_params(stage, store, paths, name, wanted, stage.init, default_params)
+
+
+def _checkpoint_params(  # noqa: PLR0917 - what of which run, and its structure
+    stage: Infer,
+    store: Store,
+    paths: RunPaths,
+    name: str,
+    wanted: str | None,
+    init: Callable[[Any], Any],
+    params: Callable[[Any], Any],
+) -> CheckpointParams:
     selection = newest_intact(store, paths, name, only=wanted)
     if selection.commit is None:
         raise NoIntactCheckpointError(
@@ -201,7 +228,7 @@ def find_params(stage: Infer, run: StageRun) -> ParamsSource:
     return CheckpointParams(store, selection.folder, selection.commit, init, params)
 
 
-def parse_params_uri(uri: str, run: StageRun) -> tuple[Store, RunPaths, str, str | None]:
+def parse_params_uri(uri: str, config: StoreConfig, endpoint: str | None) -> tuple[Store, RunPaths, str, str | None]:
     """Reads ``<store>/<job>/<run>/stages/<stage>[/checkpoints/<step>-<epoch>]``.
 
     Returns:
@@ -220,8 +247,6 @@ def parse_params_uri(uri: str, run: StageRun) -> tuple[Store, RunPaths, str, str
             f"params={uri!r} is not a training stage or checkpoint of a run.",
             hint="<store>/<job>/<run>/stages/<stage>, or that with /checkpoints/<step>-<epoch>.",
         )
-    store = open_store(
-        root, endpoint=run.endpoint, timeout_s=run.config.store.timeout_s, attempts=run.config.store.attempts
-    )
+    store = open_store(root, endpoint=endpoint, timeout_s=config.timeout_s, attempts=config.attempts)
     paths = RunPaths(job_name, run_name)
     return store, paths, stage, f"{paths.checkpoints(stage)}/{checkpoint}" if parsed else None
