@@ -52,8 +52,9 @@ format: $(STAMP)  ## Format, and mend what the linter can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(STAMP)  ## Run the tests that take long, then random failures for SOAK minutes
+soak: $(STAMP)  ## Run the tests that take long, ten kills of a real model, then random failures for SOAK minutes
 	$(BIN)/python -m pytest -q -m soak --timeout 7200
+	$(BIN)/tpupipe drill jobs.embed_text -c configs/local.yaml --set job.min_chars=300 --plan configs/drills/embed-ten-kills.yaml
 	$(BIN)/tpupipe drill jobs.stdlib_lm -c configs/local.yaml $(SMALL) --random --seed $(SEED) --budget $(SOAK)m
 
 clean:  ## Remove the environment and caches; .tpupipe (the runs' data) stays

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tpupipe.drill.plan import Skipped
 from tpupipe.drill.plan_file import chosen, duration_s, read_plan
 from tpupipe.drill.scenario import Scenario
 from tpupipe.errors import ConfigError, UsageError
+from tpupipe.faults.plan import Action, parse_fault
 
 
 @pytest.fixture
@@ -49,6 +52,15 @@ scenarios:
         Scenario("nothing"),
         Scenario("refused", ((), ("kill-worker@train.step=5",)), ("403@create",), first_status=1),
     )
+
+
+def test_the_plan_of_ten_kills_has_ten():
+    """Nine at moments that are drawn, and the driver at the commit of a unit: three attempts."""
+    [scenario] = read_plan(Path(__file__).parents[2] / "configs" / "drills" / "embed-ten-kills.yaml")
+    faults = [parse_fault(text) for attempt in scenario.attempts for text in attempt]
+    assert sum(fault.times for fault in faults if fault.action in {Action.KILL_WORKER, Action.KILL_DRIVER}) == 10
+    assert [fault.rate < 1 for fault in faults].count(False) == 1
+    assert len(scenario.attempts) == 3
 
 
 def test_all_problems_are_told_at_once(write):
