@@ -28,7 +28,12 @@ from tpupipe.store.objects import open_store
 class Coordinator:
     def report_now(self, record):
         {told}
+    def counted(self, name):
+        return STALLED
+    def count(self, name):
+        return 1
 
+STALLED = 0
 place = SimpleNamespace(store=open_store({uri!r}), paths=RunPaths("job", "run"), stage="lm")
 restoring, stepping = Phase(1.0, "while restoring", "restore_timeout_s"), Phase(0.5, "in a step")
 watchdog = Watchdog(Phase(60.0, "while starting", key=""), "rank 1", place, Coordinator(), step=5, rank=1)
@@ -86,6 +91,19 @@ def test_each_phase_has_its_own_bound(ended):
     assert status == EXIT_STATUS
     assert json.loads(output)["step"] == 8
     assert json.loads(output)["phase"] == "no progress in a step (stall_timeout_s 0.5)"
+
+
+def test_a_process_that_waits_for_one_that_stalled_tells_of_its_stacks_too(ended):
+    """It has been silent for half of its own bound of 20 s when another one ends: it ends at once, and not after 20 s."""
+    body = "watchdog._peers = ('group', 1); STALLED = 1\n"
+    body += "    watchdog.enter(Phase(20.0, 'in a step')); watchdog._last -= 10; the_culprit()"
+    status, _, stacks, seconds = ended(body)
+    assert status == EXIT_STATUS
+    assert "the_culprit" in stacks[0]
+    assert seconds < 20
+    body = "watchdog._peers = ('group', 1); STALLED = 1\n"
+    body += "    watchdog.enter(Phase(20.0, 'in a step')); time.sleep(1.5)"
+    assert ended(body)[1] == "survived\n", "it made progress a moment ago"
 
 
 def test_nobody_to_tell_does_not_keep_a_stalled_process(ended):

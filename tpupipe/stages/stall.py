@@ -29,7 +29,7 @@ STALL_TIMEOUT_S = 600.0
 COMPILE_TIMEOUT_S = 1800.0
 RESTORE_TIMEOUT_S = 1800.0
 EXIT_STATUS = 70
-PEERS_S, PEERS_EVERY_S = 3.0, 0.1  # for the others' stacks, which come within a second or so
+PEERS_S, PEERS_EVERY_S = 4.0, 0.1  # for the others' stacks, which come within a second or so
 
 logger = logging.getLogger("tpupipe")
 
@@ -122,8 +122,9 @@ class Watchdog:
         place: Where the stacks are put.
         coordinator: Who is told.
         step: The step that is reached at first, where there are steps.
-        peers: A name and how many processes stall together under it: the end of one is that of all, so each waits a
-            little until all have told of their stacks.
+        peers: A name and how many processes stall together under it: the end of one is that of all. So who has been
+            silent for half of its bound when another one ends tells of its stacks and ends, too, and each waits a
+            little until all have told.
         facts: Added to the event (``rank``, ``unit``).
     """
 
@@ -188,8 +189,22 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._done.wait(min(1.0, self._phase.timeout_s / 4)):
             phase = self._phase
-            if time.monotonic() - self._last > phase.timeout_s and phase is self._phase:
+            if self._silent(phase.timeout_s, phase) or (
+                self._silent(phase.timeout_s / 2, phase) and self._peer_stalled()
+            ):
                 self._end(phase)
+
+    def _silent(self, seconds: float, phase: Phase) -> bool:
+        return time.monotonic() - self._last > seconds and phase is self._phase
+
+    def _peer_stalled(self) -> bool:
+        if self._peers is None:
+            return False
+        try:
+            return self._coordinator.counted(self._peers[0]) > 0
+        except Exception:
+            logger.exception("the coordinator could not be asked for stalled peers")  # this process's own bound remains
+            return False
 
     def _end(self, phase: Phase) -> None:
         try:

@@ -55,7 +55,8 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; the state was saved.
     """
     seconds = Seconds()
-    manifest = read_manifest(run.store, run.paths, stage.data)
+    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+    manifest = answered(run, budget, lambda: read_manifest(run.store, run.paths, stage.data))
     if manifest is None:
         raise StageError(f"Stage {stage.data!r}, which {stage.name!r} reads, is not complete.", stage=stage.name)
     require_rows(stage.data, manifest)
@@ -67,7 +68,6 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         "shuffle": stage.shuffle,
     }
     stream = Stream(manifest.chunk_rows, **options)  # type: ignore[arg-type]
-    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
     with process_variables(RAY_TRAIN_SETTINGS), contextlib.closing(TrainGroups(stage, run)) as groups:
         ending, first_step, unreadable = _until_trained(
             stage, run, groups, budget, options=options, seconds=seconds, steps=stream.steps
@@ -91,7 +91,7 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         rows_dropped=stream.rows_dropped,
     )
     run.lease.check()
-    write_train_record(run.store, run.paths, stage.name, record)
+    answered(run, budget, lambda: write_train_record(run.store, run.paths, stage.name, record))
     return trained(record, run.store, run.store.uri(run.paths.stage(stage.name)), first_step, seconds)
 
 
