@@ -25,8 +25,8 @@ from tpupipe.preflight.parity_measure import (
     metric_differences,
     output_difference,
 )
+from tpupipe.preflight.parity_operations import Operation
 from tpupipe.preflight.parity_precision import Level
-from tpupipe.preflight.parity_program import Operation
 
 CONFIG = Config.model_validate({"store": {"uri": "/nowhere"}, "cluster": {"kind": "gpu", "gpus": 1}})
 QUICK = ParityConfig(batches=1, rows=8, steps=5)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from tpupipe.errors import CheckFailedError
+from tpupipe.preflight.parity_operations import operations
 from tpupipe.preflight.parity_precision import EXACT, Level
-from tpupipe.preflight.parity_program import CONDITION, LOCAL, REFERENCE, RELATIVE, Evaluator, operations
+from tpupipe.preflight.parity_program import REFERENCE, Evaluator
+from tpupipe.preflight.parity_sizes import CONDITION, LOCAL, RELATIVE
 
 
 def rounded(x):

@@ -13,17 +13,10 @@ from numpy.typing import NDArray
 from tpupipe.errors import CheckFailedError, UserCodeError
 from tpupipe.job import Train
 from tpupipe.preflight.parity_data import Columns
+from tpupipe.preflight.parity_operations import Operation, operations
 from tpupipe.preflight.parity_precision import Level
-from tpupipe.preflight.parity_program import (
-    ABSOLUTE,
-    CONDITION,
-    LOCAL,
-    REFERENCE,
-    RELATIVE,
-    Evaluator,
-    Operation,
-    operations,
-)
+from tpupipe.preflight.parity_program import REFERENCE, Evaluator
+from tpupipe.preflight.parity_sizes import ABSOLUTE, CONDITION, LOCAL, RELATIVE
 from tpupipe.programs.infer_batches import MASK
 from tpupipe.programs.user_code import user_code
 
@@ -33,7 +26,7 @@ _COMPILER_OPTIONS = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expe
 
 @dataclass(frozen=True)
 class Measured:
-    """An operation and what was measured of it; see :class:`tpupipe.preflight.parity_program.Operation`.
+    """An operation and what was measured of it; see :class:`tpupipe.preflight.parity_operations.Operation`.
 
     Args:
         operation: The operation.
