@@ -38,6 +38,19 @@ def test_a_drained_host_saves_and_goes_on_elsewhere(runner: Runner, undisturbed:
 
 
 @pytest.mark.soak
+def test_a_host_that_is_drained_as_training_ends_is_left_before_inference(
+    runner: Runner, undisturbed: RunResult
+) -> None:
+    """Ray would place nothing on it and say nothing: the slice is given back first, as a preemption."""
+    result = runner("a", faults=("drain-host@train.trained,rank=1,deadline_s=60",))
+    same_answer(undisturbed, result)
+    assert runner.outputs("a", "scores")["id"] == list(range(100))
+    [failure] = [e["failure"] for e in runner.events("a", "failure")]
+    assert failure["kind"] == "preemptions"
+    assert len([e for e in runner.events("a", "say") if "reserved" in e["message"]]) == 2
+
+
+@pytest.mark.soak
 def test_a_damaged_checkpoint_and_a_lost_slice(runner: Runner, undisturbed: RunResult) -> None:
     """At step 8 the checkpoint of step 6 is damaged and all hosts are lost: it is told, step 3 is restored, 5 are lost.
 

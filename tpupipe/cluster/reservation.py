@@ -218,6 +218,13 @@ class Reservation:
         ports = {node["NodeID"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
         return [host for host in self.hosts if host.node_id not in ports or not _answers(host, ports[host.node_id])]
 
+    def draining_hosts(self) -> list[Host]:
+        """Hosts of which it was announced that they go away. Ray places nothing on them any more, and says nothing."""
+        from ray._private.state import state
+
+        draining = state.get_draining_nodes() or {}
+        return [host for host in self.hosts if host.node_id in draining]
+
     def renew(self, reason: str) -> None:
         """Gives the slices back and takes new ones, after a host was lost.
 

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
 from tpupipe.stages.lockstep import Lockstep
 from tpupipe.stages.progress import UnitProgress
-from tpupipe.stages.retry import charge, loss_of
+from tpupipe.stages.retry import charge, leave_draining, loss_of
 from tpupipe.stages.unit_failures import Next, UnitFailures, died_error, trial_order
 
 IN_FLIGHT = 3  # one is read, one computed, one written
@@ -136,6 +136,8 @@ class InferPool:
         self._left = len(pending)
         progress = UnitProgress(self._run, self._stage.name, len(pending))
         try:
+            while leave_draining(self._run, self._budget):
+                pass
             self._start_all(min(len(pending), len(self._copies())))
             while self._waiting() or self._suspects or any(worker.given for worker in self._workers):
                 self._run.stop.check()
@@ -283,7 +285,7 @@ class InferPool:
             self._tell("unit_set_aside", f"unit {unit.id} is set aside: {error.message}", logging.ERROR, unit=unit.id)
 
     def _look_for_lost_hosts(self) -> None:
-        """Of a process that waits for its place on a host that is gone, Ray says nothing."""
+        """Of a process that waits for its place on a host that is gone, or is about to go, Ray says nothing."""
         reservation, now = self._run.reservation, time.monotonic()
         if reservation is None or now < self._looked_s + LOOK_EVERY_S:
             return
@@ -291,6 +293,18 @@ class InferPool:
         starting = [worker for worker in self._workers if worker.given and not worker.has_started()]
         if starting and reservation.lost_hosts():
             self._replace(starting[0], "It had not started when a host was lost.")
+        elif starting and reservation.draining_hosts():
+            self._take_back(self._workers)
+            while leave_draining(self._run, self._budget):
+                pass
+            self._start_all(min(len(self._workers), len(self._copies())))
+
+    def _take_back(self, workers: Sequence[_Worker], *, died: bool = False) -> None:
+        """Ends workers and takes their units back. All units of a process that died by itself are suspects."""
+        for each in reversed(workers):
+            suspect = each.alone or (died and each.has_started())
+            (self._suspects if suspect else self._back).extendleft(reversed(each.given.values()))
+            each.end()
 
     def _replace(self, worker: _Worker, detail: str) -> None:
         """Starts another worker in place of a lost one, on a new slice if a host was lost."""
@@ -310,11 +324,7 @@ class InferPool:
             else:
                 units_back = sum(len(each.given) for each in gone)
                 charge(self._run, self._budget, failure, units_back=units_back)
-        for each in reversed(gone):
-            # All units of a process that died by itself are suspects; those of a lost host are not.
-            suspect = each.alone or (not lost and each.has_started())
-            (self._suspects if suspect else self._back).extendleft(reversed(each.given.values()))
-            each.end()
+        self._take_back(gone, died=not lost)
         if lost_as is not None and reservation is not None:
             reservation.renew(lost_as[1])
             self._start_all(min(len(self._workers), len(self._copies())))

@@ -64,6 +64,33 @@ def answered(run: StageRun, budget: Budget, ask: Callable[[], T]) -> T:
             charge(run, budget, Failure(Kind.STORE, None, error.message.splitlines()[0]))
 
 
+def leave_draining(run: StageRun, budget: Budget, on_leave: Callable[[], None] = lambda: None) -> bool:
+    """Takes other slices where a host of those held is being preempted. Call it before anything is started on them.
+
+    Args:
+        run: The run.
+        budget: What it is charged to.
+        on_leave: Called before the slices are given back.
+
+    Returns:
+        Whether there are other ones now, of which a host may be draining, too.
+
+    Raises:
+        BudgetExceededError: ``budgets.preemptions`` is used up.
+        ReservationError, ReservationTimeoutError: There are no others.
+        InterruptedRunError: Somebody asked the run to end meanwhile.
+    """
+    reservation = run.reservation
+    draining = reservation.draining_hosts() if reservation else []
+    if reservation is None or not draining:
+        return False
+    failure = Failure(Kind.PREEMPTED, None, f"{len(draining)} host(s) of the slice are being preempted")
+    charge(run, budget, failure)
+    on_leave()
+    reservation.renew(failure.what)
+    return True
+
+
 def loss_of(reservation: Reservation, lost: Sequence[Host]) -> tuple[Kind, str]:
     """What the loss of hosts of a reservation is; see ``loss``."""
     return loss((h.slice_index for h in reservation.hosts), (h.slice_index for h in lost))

@@ -32,7 +32,7 @@ from tpupipe.stages.failures import Budget, Failure, Kind, final_error, unreacha
 from tpupipe.stages.finished import read_manifest, trained
 from tpupipe.stages.record import TrainRecord, write_train_record
 from tpupipe.stages.result import StageResult
-from tpupipe.stages.retry import answered, charge, loss_of
+from tpupipe.stages.retry import answered, charge, leave_draining, loss_of
 from tpupipe.stages.stall import Bounds
 from tpupipe.stages.train_group import RAY_TRAIN_SETTINGS, TrainGroups
 from tpupipe.stages.train_worker import TrainPlan
@@ -115,6 +115,8 @@ def _until_trained(
     restart = 0
     recovery: Recovery | None = None
     while True:
+        while leave_draining(run, budget, groups.drop):  # a group kept ready stands on the hosts that are given back
+            pass
         selection = answered(run, budget, lambda: _select(stage, run, unreadable))
         at = selection.commit.step if selection.commit else 0
         first_step = at if first_step is None else first_step
