@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import time
 
 import pytest
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.e2e.harness import SLICES, Runner, World, connection, nothing_is_held
+from tpupipe.cluster.loss import drain_this_host
 from tpupipe.cluster.reservation import Reservation, check_slice, held_groups, slice_states
 from tpupipe.errors import ReservationError, ReservationTimeoutError, SliceError, UserCodeError
 from tpupipe.hardware.slices import SliceSpec
@@ -31,6 +35,29 @@ def test_a_slice_is_held_whole_named_and_given_back(world: World) -> None:
             assert held_groups() == ["t-0"], "the head group is gone, or the next job's head claim would fail"
         assert free_chips() == 16
         assert held_groups() == []
+
+
+def test_a_host_that_is_announced_to_go_is_gone_at_that_time(world: World) -> None:
+    """An actor is on it, so Ray would leave it there: the pool takes it down and puts another one in its place."""
+    before = world.hosts("fake-v6e-2x4-0")
+    with connection(world), Reservation(PAIR, timeout_s=60, name="t", say=print) as reservation:
+        host = reservation.hosts[1]
+        place = PlacementGroupSchedulingStrategy(host.group, host.bundle)
+        there = {"num_cpus": 0, "resources": {"TPU": 1}, "scheduling_strategy": place}
+        actor = ray.remote(collections.Counter).options(**there).remote()
+        assert ray.get(actor.total.remote(), timeout=60) == 0
+        ray.get(ray.remote(drain_this_host).options(**there).remote(3.0, "a test"), timeout=60)
+        assert [h.node_id for h in reservation.draining_hosts()] == [host.node_id]
+        ends = time.monotonic() + 30
+        while not reservation.lost_hosts():
+            assert time.monotonic() < ends, "it is still there"
+            time.sleep(0.1)
+        assert [h.node_id for h in reservation.lost_hosts()] == [host.node_id]
+        reservation.renew("a host is gone")
+        assert reservation.draining_hosts() == reservation.lost_hosts() == []
+    after = world.hosts("fake-v6e-2x4-0")
+    assert len(set(before) & set(after)) == 1
+    assert len(after) == 2
 
 
 def test_two_slices_asked_and_one_present_holds_nothing(world: World) -> None:

@@ -157,12 +157,20 @@ class _Server:
         """Replaces hosts whose raylet died, as a node pool replaces a lost VM. Ends only by a signal."""
         while True:
             time.sleep(REPLACE_AFTER_S)  # a signal ends it: its handler raises
+            self._end_drained()
             lost = [(host, node) for host, node in self._nodes.values() if _raylet(node).poll() is not None]
             for host, node in lost:
                 self._cluster.remove_node(node, allow_graceful=False)
                 self._add(host)
             if lost:
                 self._tell()
+
+    def _end_drained(self) -> None:
+        """Takes hosts down at the time for which that was announced, as the platform does. Ray ends them when they are idle."""
+        draining = self._cluster.global_state.get_draining_nodes()
+        for _, node in self._nodes.values():
+            if 0 < draining.get(node.node_id, 0) <= time.time() * 1000:
+                _raylet(node).kill()
 
     def stop(self) -> None:
         """Stops everything."""
