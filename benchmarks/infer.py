@@ -36,7 +36,7 @@ OURS, PADDED, BUCKETED, PACKED, BARE = "tpupipe", "ray_padded", "ray_bucketed", 
 SPEED, RESUME, RAY_RESUME = "speed", "resume", "ray-resume"
 PARTS = (SPEED, RESUME, RAY_RESUME)
 KILLED_AT = 0.9
-TOTAL_TIMEOUT_S = {SPEED: 600.0, RESUME: 290.0, RAY_RESUME: 600.0}
+TOTAL_TIMEOUT_S = {SPEED: 600.0, RESUME: 600.0, RAY_RESUME: 900.0}
 STOP_MARGIN_S = 10.0
 QUIET_SHARE = 0.2
 """With more of the cores in use by others, the numbers say more about them than about the contenders."""
@@ -282,11 +282,11 @@ def main() -> int:
     parser.add_argument(
         "--parts",
         default=",".join(PARTS),
-        help=f"some of {','.join(PARTS)}; ten minutes at most for the first and the last, five for resume",
+        help=f"some of {','.join(PARTS)}; ten minutes at most for the first two, fifteen for the last",
     )
     parser.add_argument("--repetitions", type=int, default=3, help="of the first part; fewer when time is short")
     parser.add_argument("--units", type=int, default=6, help="input files of 1024 rows, first part")
-    parser.add_argument("--resume-units", type=int, default=40, help="the same where runs are killed")
+    parser.add_argument("--resume-units", type=int, default=80, help="the same where runs are killed; start-up is a part")
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
