@@ -286,7 +286,9 @@ def main() -> int:
     )
     parser.add_argument("--repetitions", type=int, default=3, help="of the first part; fewer when time is short")
     parser.add_argument("--units", type=int, default=6, help="input files of 1024 rows, first part")
-    parser.add_argument("--resume-units", type=int, default=80, help="the same where runs are killed; start-up is a part")
+    parser.add_argument(
+        "--resume-units", type=int, default=80, help="the same where runs are killed; start-up is a part"
+    )
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
