@@ -136,8 +136,7 @@ class InferPool:
         self._left = len(pending)
         progress = UnitProgress(self._run, self._stage.name, len(pending))
         try:
-            while leave_draining(self._run, self._budget):
-                pass
+            leave_draining(self._run, self._budget)
             self._start_all(min(len(pending), len(self._copies())))
             while self._waiting() or self._suspects or any(worker.given for worker in self._workers):
                 self._run.stop.check()
@@ -253,9 +252,7 @@ class InferPool:
 
     def _restart(self, worker: _Worker) -> None:
         """Starts a group anew of which a process failed a unit: the others may be at a batch that it will never join."""
-        worker.end()
-        queue = self._suspects if worker.alone else self._back
-        queue.extendleft(reversed(worker.given.values()))
+        self._take_back([worker])
         self._workers[self._workers.index(worker)] = self._start(worker.rank)
 
     def _settle(self, worker: _Worker, unit: Unit, answer: UnitDone | UnitFailed, done: list[UnitDone]) -> None:
@@ -295,8 +292,7 @@ class InferPool:
             self._replace(starting[0], "It had not started when a host was lost.")
         elif starting and reservation.draining_hosts():
             self._take_back(self._workers)
-            while leave_draining(self._run, self._budget):
-                pass
+            leave_draining(self._run, self._budget)
             self._start_all(min(len(self._workers), len(self._copies())))
 
     def _take_back(self, workers: Sequence[_Worker], *, died: bool = False) -> None:

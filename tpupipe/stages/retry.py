@@ -64,16 +64,13 @@ def answered(run: StageRun, budget: Budget, ask: Callable[[], T]) -> T:
             charge(run, budget, Failure(Kind.STORE, None, error.message.splitlines()[0]))
 
 
-def leave_draining(run: StageRun, budget: Budget, on_leave: Callable[[], None] = lambda: None) -> bool:
-    """Takes other slices where a host of those held is being preempted. Call it before anything is started on them.
+def leave_draining(run: StageRun, budget: Budget, on_leave: Callable[[], None] = lambda: None) -> None:
+    """Takes other slices as long as a host of those held is being preempted. Call it before anything is started on them.
 
     Args:
         run: The run.
         budget: What it is charged to.
-        on_leave: Called before the slices are given back.
-
-    Returns:
-        Whether there are other ones now, of which a host may be draining, too.
+        on_leave: Called before slices are given back.
 
     Raises:
         BudgetExceededError: ``budgets.preemptions`` is used up.
@@ -81,14 +78,11 @@ def leave_draining(run: StageRun, budget: Budget, on_leave: Callable[[], None] =
         InterruptedRunError: Somebody asked the run to end meanwhile.
     """
     reservation = run.reservation
-    draining = reservation.draining_hosts() if reservation else []
-    if reservation is None or not draining:
-        return False
-    failure = Failure(Kind.PREEMPTED, None, f"{len(draining)} host(s) of the slice are being preempted")
-    charge(run, budget, failure)
-    on_leave()
-    reservation.renew(failure.what)
-    return True
+    while reservation is not None and (draining := reservation.draining_hosts()):
+        failure = Failure(Kind.PREEMPTED, None, f"{len(draining)} host(s) of the slice are being preempted")
+        charge(run, budget, failure)
+        on_leave()
+        reservation.renew(failure.what)
 
 
 def loss_of(reservation: Reservation, lost: Sequence[Host]) -> tuple[Kind, str]:

@@ -115,8 +115,7 @@ def _until_trained(
     restart = 0
     recovery: Recovery | None = None
     while True:
-        while leave_draining(run, budget, groups.drop):  # a group kept ready stands on the hosts that are given back
-            pass
+        leave_draining(run, budget, groups.drop)  # a group kept ready stands on the hosts that are given back
         selection = answered(run, budget, lambda: _select(stage, run, unreadable))
         at = selection.commit.step if selection.commit else 0
         first_step = at if first_step is None else first_step
