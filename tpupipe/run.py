@@ -27,6 +27,7 @@ from tpupipe.identity import Identity, check_identity, identify, plan_inputs, se
 from tpupipe.incremental import check_incremental, run_tick
 from tpupipe.job import Infer, Job, Preprocess, Train
 from tpupipe.ledger.events import EventLog
+from tpupipe.ledger.lost_driver import tell_lost_driver
 from tpupipe.local.server import embedded_store
 from tpupipe.preflight.bucket import refuse_other_region
 from tpupipe.stages.finished import finished
@@ -274,6 +275,7 @@ class Attempt:
             run=self.paths.run,
             attempt=self.lease.epoch,
         )
+        tell_lost_driver(self.store, self.paths, self.lease.before, self.log)
         try:
             self._work(identity)
         except KeyboardInterrupt as error:

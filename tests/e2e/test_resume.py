@@ -89,6 +89,11 @@ def test_killed_drivers_lose_nothing(runner: Runner, undisturbed: RunResult) -> 
     starts = [e["step"] for e in runner.events("a", "train_start")]
     assert starts[:2] == [0, 5]
     assert result.attempt == 4
+    lost, back = runner.events("a", "driver_lost"), runner.events("a", "driver_recovered")
+    assert [(e["attempt"], e["stage"]) for e in lost] == [(1, "ids"), (2, "fit"), (3, "scores")]
+    assert [(e["attempt"], e["stage"]) for e in back] == [(1, "ids"), (2, "fit"), (3, "scores")]
+    assert back[1]["lost_steps"] == lost[1]["step"] - 5
+    assert all(0 < e["seconds"] < 120 for e in back)
 
 
 @pytest.mark.soak

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
-from tests.e2e.harness import Runner, nothing_is_held
+import pytest
+from ray.util import placement_group_table
+
+from tests.e2e import small
+from tests.e2e.harness import Runner, World, connection, nothing_is_held
+from tpupipe.job import Train
 from tpupipe.run import RunResult
 from tpupipe.stages import train_group
+from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.store.layout import RunPaths
 
 
 @pytest.fixture
@@ -40,3 +49,31 @@ def test_a_spare_that_is_not_needed_leaves_nothing(runner: Runner, undisturbed: 
     assert result.stages["fit"]["params_digest"] == undisturbed.stages["fit"]["params_digest"]
     assert len(runner.events("a", "joining")) == 1
     nothing_is_held(runner.world)
+
+
+def test_a_group_that_waits_for_lost_hosts_is_ended(world: World) -> None:
+    """It asks for a host that is gone, so it never hears that it is not needed: no thread is left, and no request once the driver is gone."""
+
+    def until(met: Callable[[], bool]) -> bool:
+        ends = time.monotonic() + 30
+        while not met() and time.monotonic() < ends:
+            time.sleep(0.1)
+        return met()
+
+    def states() -> list[str]:
+        return [str(group["state"]) for group in placement_group_table().values()]
+
+    train = next(stage for stage in small.build(small.Params(inputs="none")).stages if isinstance(stage, Train))
+    lost = SimpleNamespace(hosts=("gone",), label_selectors=[{"ray.io/node-id": "f" * 56}])
+    with connection(world):
+        run = SimpleNamespace(paths=RunPaths("small", "gone"), reservation=lost, coordinator=CoordinatorHandle.create())
+        before = states().count("PENDING")
+        group = train_group.TrainGroup(train, run)  # type: ignore[arg-type] # what it needs of a run
+        assert until(lambda: states().count("PENDING") > before)
+        began = time.monotonic()
+        group.end()
+        assert not group.running()
+        assert time.monotonic() - began < train_group.END_TIMEOUT_S
+    with connection(world):
+        assert until(lambda: states().count("PENDING") == before)
+    nothing_is_held(world)

@@ -9,10 +9,10 @@ from typing import Any
 
 from tpupipe.drill.facts import JobFacts
 from tpupipe.faults.plan import Action, parse_fault
+from tpupipe.ledger.lost_driver import NEW_WORK, steps_done
 
 Event = Mapping[str, Any]
 
-_NEW_WORK = ("metrics", "unit", "checkpoint", "stage_done")  # a driver that is back has done something new
 _COMPUTED = ("unit.mapped", "unit.before_commit", "unit.after_commit")
 _NOT_COMMITTED = ("unit.mapped", "unit.before_commit")
 _ENDS_A_WORKER = (Action.KILL_WORKER, Action.KILL_HOST, Action.LOSE_SLICE, Action.HANG)
@@ -75,21 +75,13 @@ def lost_steps(attempts: Sequence[AttemptHistory], stage: str) -> list[int]:
                 lost.append(max(0, reached - begins))
             reached = begins
         else:
-            done = _steps_done(event)
+            done = steps_done(event)
             reached = done if reached is None else max(reached, done)
     return lost
 
 
 def _of_stage(attempts: Sequence[AttemptHistory], stage: str) -> Iterator[Event]:
     return (event for attempt in attempts for event in attempt.events if event.get("stage") == stage)
-
-
-def _steps_done(event: Event) -> int:
-    """Steps that were done when an event happened, as far as it tells; 0 if it does not."""
-    step = str(event.get("step", ""))
-    if event["kind"] not in ("at", "metrics", "trained", "stopped", "fault") or not step.isdigit():
-        return 0
-    return int(step) + (event.get("point") == "train.updated")
 
 
 # -- the way back ----------------------------------------------------------------------------------
@@ -101,7 +93,7 @@ def recoveries_s(attempts: Sequence[AttemptHistory]) -> list[float]:
     for number, attempt in enumerate(attempts):
         if number and attempts[number - 1].killed:
             died = attempts[number - 1].ended_s
-            back = next((e["time_s"] for e in attempt.events if e["kind"] in _NEW_WORK and e["time_s"] > died), None)
+            back = next((e["time_s"] for e in attempt.events if e["kind"] in NEW_WORK and e["time_s"] > died), None)
             found += [] if back is None else [back - died]
         found += [float(e["seconds"]) for e in attempt.events if e["kind"] == "recovered"]
         found += _replaced(attempt.events)

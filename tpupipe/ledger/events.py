@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from tpupipe.store.layout import RunPaths
@@ -45,6 +45,7 @@ class EventLog:
         self._flushing = threading.Lock()
         self._done = threading.Event()
         self._failed = ""
+        self._see: Callable[[Mapping[str, Any]], None] = lambda _record: None
         self._thread = threading.Thread(target=self._flush_forever, name="event-log", daemon=True)
 
     def __enter__(self) -> Self:
@@ -62,6 +63,11 @@ class EventLog:
         """Keeps an event that was made elsewhere."""
         with self._lock:
             self._pending.append(dict(record))
+        self._see(record)
+
+    def watch(self, see: Callable[[Mapping[str, Any]], None]) -> None:
+        """Shows every event to ``see`` from now on, after it was added, in the thread that adds it."""
+        self._see = see
 
     def emit(self, kind: str, message: str = "", *, level: int = logging.INFO, **facts: Any) -> None:
         """Keeps an event and tells it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import faulthandler
 import json
 import logging
 import sys
@@ -45,11 +46,14 @@ class JsonFormatter(logging.Formatter):
 def set_up_logs(level: str, form: str, labels: Mapping[str, str]) -> None:
     """Sends tpupipe's own log lines to stderr. Other libraries' warnings are shown, their chatter is not.
 
+    If native code crashes the process, Python tells there what every thread was doing.
+
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
         form: ``text`` or ``json``.
         labels: For ``json``.
     """
+    faulthandler.enable(2)  # by its number: what a test or a notebook put in its place has none
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(labels) if form == "json" else text)

@@ -85,6 +85,7 @@ class _Coordinator:
         self._lock = threading.Lock()
         self._turned = threading.Condition(self._lock)
         self._plans: dict[str, list[Any]] = {}
+        self._controllers: dict[str, Any] = {}
         self._records: list[dict[str, Any]] = []
         self._fired: dict[int, list[dict[str, str]]] = {}
         self._counts: dict[str, int] = {}
@@ -158,6 +159,14 @@ class _Coordinator:
         with self._lock:
             self._plans[group] = []
             self._turned.notify_all()
+
+    def set_controller(self, group: str, controller: Any) -> None:
+        with self._lock:
+            self._controllers[group] = controller
+
+    def take_controller(self, group: str) -> Any:
+        with self._lock:
+            return self._controllers.pop(group, None)
 
     def plan_of(self, group: str, wait_s: float) -> list[Any] | None:
         with self._lock:
@@ -294,6 +303,16 @@ class CoordinatorHandle:
     def dismiss_group(self, group: str) -> None:
         """Tells a group that it is not needed."""
         self._call("dismiss_group", group)
+
+    def set_controller(self, group: str, controller: Any) -> None:
+        """Says which actor controls a training group."""
+        self._call("set_controller", group, controller)
+
+    def end_controller(self, group: str) -> None:
+        """Ends the actor that controls a group, and its processes with it, as soon as it is known which that is."""
+        controller = self._call("take_controller", group)
+        if controller is not None:
+            ray.kill(controller)
 
     def has_turn(self, group: str) -> bool:
         """Waits until it is a group's turn; false if it is not needed any more."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 from ray.train import UserCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2.jax import JaxConfig
 
 from tpupipe.checkpoint.saver import finish_saving
@@ -89,6 +90,18 @@ class GroupConfig(JaxConfig):
     def backend_cls(self) -> Any:
         """The backend."""
         return _Backend
+
+
+class KnownController(ControllerCallback):
+    """Tells the coordinator which actor controls a group, so that the driver can end one that waits for lost hosts."""
+
+    def __init__(self, coordinator: CoordinatorHandle, group: str) -> None:
+        self._coordinator, self._group = coordinator, group
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called in the trainer's controller, before it asks for its processes."""
+        del train_run_context
+        self._coordinator.set_controller(self._group, ray.get_runtime_context().current_actor)
 
 
 class WatchWorkers(UserCallback):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
+import time
 import uuid
 from typing import Any
 
@@ -17,12 +18,14 @@ from ray.train.v2.jax import JaxTrainer
 
 from tpupipe.job import Train
 from tpupipe.stages.base import StageRun
-from tpupipe.stages.train_backend import GroupConfig, WatchWorkers
+from tpupipe.stages.train_backend import GroupConfig, KnownController, WatchWorkers
 from tpupipe.stages.train_worker import TrainPlan, train_worker
 
 logger = logging.getLogger("tpupipe")
 
-DISMISS_TIMEOUT_S = 15.0
+PARTING_S = 5.0  # what a group that was dismissed may take to end by itself
+END_TIMEOUT_S = 30.0
+POLL_S = 0.1
 SPARE_FROM_S = 20.0  # work that ends sooner is not worth a second set of processes
 
 # Read by Ray Train in the driver when a trainer is made and started. Its defaults notice a dead worker after 2 s.
@@ -55,7 +58,8 @@ class TrainGroup:
         self._coordinator = run.coordinator
         self._scratch = tempfile.TemporaryDirectory(prefix="tpupipe-train-", ignore_cleanup_errors=True)
         self.error: BaseException | None = None
-        self._begun = self._dismissed = False
+        self._begun = False
+        self._dismissed_s: float | None = None
         on_tpu = run.reservation is not None
         trainer = _Trainer(
             lambda config: train_worker(config["coordinator"], config["group"]),
@@ -67,7 +71,10 @@ class TrainGroup:
             run_config=RunConfig(
                 name=self._id,
                 storage_path=self._scratch.name,
-                callbacks=[WatchWorkers(run.coordinator)],
+                callbacks=[
+                    WatchWorkers(run.coordinator),
+                    KnownController(run.coordinator, self._id),  # type: ignore[list-item] # Ray's own kinds are taken too
+                ],
                 # All retries are ours: Ray's would start again on a lost slice for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
             ),
@@ -88,15 +95,27 @@ class TrainGroup:
 
     def dismiss(self) -> None:
         """Sends it home if it was not given work."""
-        if not self._begun and not self._dismissed:
-            self._dismissed = True
+        if not self._begun and self._dismissed_s is None:
+            self._dismissed_s = time.monotonic()
             self._coordinator.dismiss_group(self._id)
 
     def end(self) -> None:
-        """Dismisses it and waits for that; one that is at work is ended by Ray with the driver's connection."""
+        """Has it end, and waits for that.
+
+        One that waits for hosts that are lost does not hear that it was dismissed, and one at work is not asked: those
+        are ended (Ray drops what they asked for with the driver's connection). None may be left: a thread that waits on
+        Ray while that connection closes can crash the driver.
+        """
         self.dismiss()
-        if self._dismissed and self.running(DISMISS_TIMEOUT_S):
-            logger.warning("Training processes that were kept ready did not end in %.0f s.", DISMISS_TIMEOUT_S)
+        ends_itself = time.monotonic() if self._dismissed_s is None else self._dismissed_s + PARTING_S
+        given_up = time.monotonic() + END_TIMEOUT_S
+        while self.running(POLL_S):
+            if time.monotonic() > ends_itself:
+                self._coordinator.end_controller(self._id)
+            if time.monotonic() > given_up:
+                logger.warning("Training group %s did not end in %.0f s.", self._id, END_TIMEOUT_S)
+                break
+        self._coordinator.end_controller(self._id)  # its process has nothing left to do
         self._scratch.cleanup()
 
     def _fit(self, trainer: JaxTrainer) -> None:

@@ -129,7 +129,11 @@ class RunPaths:
 
     def event_segment(self, epoch: int, sequence: int) -> str:
         """Segment ``sequence`` of the events written under lease ``epoch``."""
-        return f"{self.events}/{epoch:06d}-{sequence:06d}.jsonl"
+        return f"{self.event_segments(epoch)}{sequence:06d}.jsonl"
+
+    def event_segments(self, epoch: int) -> str:
+        """What the names of all segments of a lease epoch begin with."""
+        return f"{self.events}/{epoch:06d}-"
 
     # -- stages ----------------------------------------------------------------------------
 

@@ -229,7 +229,17 @@ def acquire(
                 races += 1  # somebody else was faster; look at who
                 continue
             return Lease(
-                store, paths, owner, epoch, token, ttl_s=ttl_s, beat_s=beat_s, on_lost=on_lost, clock=clock, tick=tick
+                store,
+                paths,
+                owner,
+                epoch,
+                token,
+                before=standing,
+                ttl_s=ttl_s,
+                beat_s=beat_s,
+                on_lost=on_lost,
+                clock=clock,
+                tick=tick,
             )
         if on_wait is not None and standing is not None:
             on_wait(standing, tick() - since_s)
@@ -268,6 +278,7 @@ class Lease:
     Attributes:
         epoch: Number of the lease, put into everything that is committed under it.
         owner: The holder.
+        before: The lease before it, as it stood when the run was taken; ``None`` for the first.
     """
 
     def __init__(
@@ -278,6 +289,7 @@ class Lease:
         epoch: int,
         token: str,
         *,
+        before: Standing | None,
         ttl_s: float,
         beat_s: float,
         on_lost: Callable[[str], None] | None,
@@ -286,6 +298,7 @@ class Lease:
     ) -> None:
         self.owner = owner
         self.epoch = epoch
+        self.before = before
         self._paths = paths
         self._token = token
         self._ttl_s = ttl_s
