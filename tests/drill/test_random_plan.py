@@ -62,6 +62,9 @@ def test_the_same_stall_is_not_drawn_twice():
     assert _same_place(one, other, facts)
     assert _same_place(one, (0, 42, "kill-worker@train.step=42"), facts)
     assert not _same_place(one, (0, 43, "kill-worker@train.step=43"), facts)
+    first, second = ((0, n, f"kill-worker@save.arrays_written={n},rank=0") for n in (40, 50))
+    assert _same_place(first, second, replace(facts, save_s=1.0, step_s=0.1)), "the save of 40 may end at step 50"
+    assert not _same_place(first, (0, 50, second[2].replace("rank=0", "rank=1")), facts), "they are told apart"
     slow = replace(facts, step_s=1.0, save_s=4.0)
     assert _same_place(one, (0, 46, "kill-worker@train.step=46"), slow), "where steps are told one by one"
     assert not _same_place((0, 1, ""), (1, 1, ""), LM), "another stage"

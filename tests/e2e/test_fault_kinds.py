@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import REPOSITORY, Runner, same_answer
+from tpupipe.errors import BudgetExceededError
 from tpupipe.run import RunResult
 
 
@@ -121,3 +122,12 @@ def test_the_driver_killed_at_each_of_its_places_in_a_store_that_refuses(
     (told,) = runner.events("a", "store_faults")
     assert told["fired"][refuse] > 0
     assert sum(told["requests"].values()) > told["fired"][refuse]
+
+
+@pytest.mark.soak
+def test_a_process_that_always_dies_at_one_step_is_given_up(runner: Runner) -> None:
+    """Steps are short, so the first death does not tell the step; the second does, and the third is the same."""
+    with pytest.raises(BudgetExceededError, match="repeats at step 7: not retried"):
+        runner("a", faults=("kill-worker@train.step=7,rank=1,times=9",), job={"score": False})
+    assert len(runner.events("a", "fault")) == 3
+    assert [e["failure"]["step"] for e in runner.events("a", "failure")] == [None, 7, 7]

@@ -60,6 +60,23 @@ def test_the_next_conference_is_about_a_second_away_and_never_now(seconds_per_st
     assert ahead == 1 or ahead * seconds_per_step <= CONFER_EVERY_S * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("step", "next_step"), [(10, 20), (25, 30), (30, 31), (33, 34), (34, 44), (40, 50), (29, 30), (5, 15)]
+)
+def test_where_an_earlier_start_failed_they_confer_after_each_step(step, next_step):
+    """It failed after 30 to 33 steps, while they conferred every ten: the next ones are not passed over."""
+    assert decide(POLICY, **(CALM | {"step": step}), doubted=(30, 34)).next_step == next_step
+
+
+def test_a_start_is_told_what_is_doubted():
+    """Every start anew: the one after it has doubts of its own, or none."""
+    coordinator = _Coordinator()
+    coordinator.begin_group("b", ["plan"], 1, 10, (10, 12))
+    assert ask(coordinator, 11, restart=1).next_step == 12
+    coordinator.begin_group("c", ["plan"], 2, 10)
+    assert ask(coordinator, 11, restart=2).next_step == 13
+
+
 def test_the_measured_pace_may_be_wrong_for_one_conference_only():
     """Steps of 1 s that a host hands to the devices two at a time: no silence of more than 10 steps.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tpupipe.drill.facts import JobFacts, StageFacts
 from tpupipe.drill.plan import DEADLINE_S, stall_timeout_s
 from tpupipe.drill.scenario import Scenario, split_attempts
-from tpupipe.faults.plan import HOW
+from tpupipe.faults.plan import HOW, Action, parse_fault
 
 MOST_FAULTS = 3
 STORE_SHARE = 0.25  # of the trials whose store fails, too
@@ -39,7 +39,7 @@ LOAD_SHARE = 0.15  # of those of a stage that loads parameters: while it does
 _BEFORE_STAGES, _AT_END = -1, 10**9
 _START_POINTS = ("run.identity", "run.lease_acquired", "run.reserved")  # in the order in which they are passed
 _RESTORE_POINTS = ("restore.start", "restore.done")
-# Processes may be two steps apart, and steps are told one by one where they take half a second or more.
+# Processes may be two steps apart. Steps are told one by one where they take half a second or more, and after a failure.
 _RUN_AHEAD_STEPS, _TOLD_ONE_BY_ONE_S = 2, 0.25
 
 
@@ -82,14 +82,24 @@ def random_scenario(facts: JobFacts, seed: int, number: int) -> Scenario:
 
 def _same_place(one: Placed, other: Placed, facts: JobFacts) -> bool:
     """Whether two failures may be told of the same step (or are at the same unit, or place of the driver)."""
+    if one[0] != other[0]:
+        return False
     training = one[0] >= 0 and facts.stages[one[0]].kind == "train"
-    return one[0] == other[0] and abs(one[1] - other[1]) <= (_steps_apart(facts) if training else 0)
+    apart = _steps_apart(facts, alike=_failure(one[2]) == _failure(other[2])) if training else 0
+    return abs(one[1] - other[1]) <= apart
 
 
-def _steps_apart(facts: JobFacts) -> int:
+def _failure(fault: str) -> tuple[Action, str | None]:
+    """What a failure is called, apart from its step."""
+    parsed = parse_fault(fault)
+    return parsed.action, dict(parsed.when).get("rank")
+
+
+def _steps_apart(facts: JobFacts, *, alike: bool) -> int:
     """Steps by which the step that is told of a failure may differ from the one at which it was placed."""
-    slow = facts.step_s > _TOLD_ONE_BY_ONE_S
-    in_a_save = math.ceil(facts.save_s / facts.step_s) if slow else 0  # a save's places are passed while steps go on
+    exact = alike or facts.step_s > _TOLD_ONE_BY_ONE_S
+    # A save's places are passed while steps go on.
+    in_a_save = math.ceil(facts.save_s / max(facts.step_s, 1e-3)) if exact else 0
     return _RUN_AHEAD_STEPS + in_a_save
 
 

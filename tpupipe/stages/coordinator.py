@@ -53,6 +53,7 @@ def decide(
     preemption_notice_s: float | None,
     preempted: bool,
     since_conference: int | None = None,
+    doubted: tuple[int, int] | None = None,
 ) -> Decision:
     """The decision at a conference; pure.
 
@@ -66,10 +67,14 @@ def decide(
         preempted: Whether a host will go away.
         since_conference: Steps since the last conference. The measured pace may be that of dispatch, which costs
             nothing, so the interval at most doubles each time.
+        doubted: First and last of the steps between which an earlier start failed: there, they confer after each one,
+            so that a failure that comes again is known to be at the same step.
     """
     ahead = max(1, int(CONFER_EVERY_S / max(seconds_per_step, 1e-6)))
     if since_conference is not None:
         ahead = min(ahead, 2 * max(1, since_conference))
+    if doubted is not None and step < doubted[1]:
+        ahead = min(ahead, max(1, doubted[0] - step))
     if preempted:
         reason = "a host is about to be preempted"
         return Decision(policy.due_on_preemption(preemption_notice_s), True, step + ahead, reason)
@@ -96,6 +101,7 @@ class _Coordinator:
 
     def _reset_group(self, restart: int) -> None:
         self._restart = restart
+        self._doubted: tuple[int, int] | None = None
         self._decisions: dict[int, Decision] = {}
         self._conferred = 0
         self._parts: dict[int, dict[int, int]] = {}
@@ -148,10 +154,13 @@ class _Coordinator:
         with self._lock:
             return self._counts.get(name, 0)
 
-    def begin_group(self, group: str, plan: list[Any], restart: int, first_step: int) -> None:
+    def begin_group(
+        self, group: str, plan: list[Any], restart: int, first_step: int, doubted: tuple[int, int] | None = None
+    ) -> None:
         with self._lock:
             self._reset_group(restart)
             self._conferred = first_step
+            self._doubted = doubted
             self._plans[group] = plan
             self._turned.notify_all()
 
@@ -195,6 +204,7 @@ class _Coordinator:
                     preemption_notice_s=notice_s,
                     preempted=preempted,
                     since_conference=step - self._conferred,
+                    doubted=self._doubted,
                 )
                 if decision.save:
                     self._saved_at = time.monotonic()
@@ -288,7 +298,9 @@ class CoordinatorHandle:
         """How often ``count`` was called with that name so far."""
         return int(self._call("counted", name))
 
-    def begin_group(self, group: str, plan: Any, restart: int, first_step: int) -> None:
+    def begin_group(
+        self, group: str, plan: Any, *, restart: int, first_step: int, doubted: tuple[int, int] | None
+    ) -> None:
         """Gives a training group its work, and forgets what an earlier one had agreed on.
 
         Args:
@@ -296,9 +308,10 @@ class CoordinatorHandle:
             plan: What its processes get from ``plan_of``.
             restart: Number of this start of the workers.
             first_step: Steps done before it.
+            doubted: See ``decide``.
         """
         # A reference in a list passes through the actor unread: what the plan imports is no business of it.
-        self._call("begin_group", group, [ray.put(plan)], restart, first_step)
+        self._call("begin_group", group, [ray.put(plan)], restart, first_step, doubted)
 
     def dismiss_group(self, group: str) -> None:
         """Tells a group that it is not needed."""

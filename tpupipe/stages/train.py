@@ -114,6 +114,7 @@ def _until_trained(
     first_step: int | None = None
     restart = 0
     recovery: Recovery | None = None
+    doubted: tuple[int, int] | None = None
     while True:
         leave_draining(run, budget, groups.drop)  # a group kept ready stands on the hosts that are given back
         selection = answered(run, budget, lambda: _select(stage, run, unreadable))
@@ -123,12 +124,13 @@ def _until_trained(
         watch = TrainWatch(stage, run, seconds, recovery)
         ending = watch.ending
         try:
-            error = _work(groups, _plan(stage, run, selection, options, restart), watch)
+            error = _work(groups, _plan(stage, run, selection, options, restart, doubted), watch)
         finally:
             watch.look()
         if ending.trained is not None:
             return ending.trained, first_step, unreadable  # also if a worker fell over afterwards: all was committed
         recovery = watch.recovery()
+        doubted = ending.between or doubted
         unreadable.update(_handle(watch, selection, error, budget, groups))
         restart += 1
 
@@ -189,7 +191,14 @@ def _tell_start(stage: Train, run: StageRun, steps: int, selection: Selection, r
 # -- one start of the workers ---------------------------------------------------------------
 
 
-def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[str, Any], restart: int) -> TrainPlan:
+def _plan(  # noqa: PLR0917 - one caller
+    stage: Train,
+    run: StageRun,
+    selection: Selection,
+    options: Mapping[str, Any],
+    restart: int,
+    doubted: tuple[int, int] | None,
+) -> TrainPlan:
     spec = run.config.cluster.slice_spec()
     policy = SavePolicy.of(stage.checkpoint)
     settings = run.settings(stage.name)
@@ -216,6 +225,7 @@ def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[st
         log_every_s=settings.log_every_s or LOG_EVERY_S,
         started_s=time.time(),
         bounds=Bounds.of(settings),
+        doubted=doubted,
     )
 
 

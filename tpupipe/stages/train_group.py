@@ -86,7 +86,10 @@ class TrainGroup:
     def begin(self, plan: TrainPlan) -> None:
         """Gives it its work."""
         self._begun = True
-        self._coordinator.begin_group(self._id, plan, plan.target.restart, plan.start.commit.step if plan.start else 0)
+        first_step = plan.start.commit.step if plan.start else 0
+        self._coordinator.begin_group(
+            self._id, plan, restart=plan.target.restart, first_step=first_step, doubted=plan.doubted
+        )
 
     def running(self, timeout_s: float = 0.0) -> bool:
         """Waits a little; whether its trainer still runs, waiting for its turn or at work."""

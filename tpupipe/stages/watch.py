@@ -29,8 +29,7 @@ class Ending:
         errors: What processes raised.
         stalls: What processes said that made no progress.
         step: The most steps known to be done.
-        exact_step: The steps that were done, where that is exactly known: the processes had agreed to confer again
-            after the very next step, and did not.
+        between: At the latest conference, the steps that were done, and those after which the next was to be.
     """
 
     trained: dict[str, Any] | None = None
@@ -38,7 +37,12 @@ class Ending:
     errors: list[dict[str, Any]] = field(default_factory=list)
     stalls: list[dict[str, Any]] = field(default_factory=list)
     step: int | None = None
-    exact_step: int | None = None
+    between: tuple[int, int] | None = None
+
+    @property
+    def exact_step(self) -> int | None:
+        """The steps that were done, where that is exactly known: the next conference was to be after the very next one."""
+        return None if self.between is None or self.between[1] > self.between[0] + 1 else self.between[0]
 
     def known_errors(self) -> list[TpupipeError]:
         """Errors of our own tree among those reported."""
@@ -120,7 +124,7 @@ class TrainWatch:
 
     def _on_at(self, record: Mapping[str, Any]) -> None:
         self.ending.reached(record["step"])
-        self.ending.exact_step = record["step"] if record["next"] == record["step"] + 1 else None
+        self.ending.between = record["step"], record["next"]
 
     def _on_checkpoint(self, record: Mapping[str, Any]) -> None:
         size, seconds = human_bytes(record["size_bytes"]), record["seconds"]
