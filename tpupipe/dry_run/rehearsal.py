@@ -116,7 +116,7 @@ def _store(job: Job) -> tuple[dict[str, Any], str]:
     """The embedded store; a folder where inputs are in Cloud Storage, for the embedded one would stand in for that, too."""
     if any(path.startswith("gs://") for path in _paths(job)):
         return {
-            "uri": f"file://{FILE_STORE}",
+            "uri": FILE_STORE,
             "embedded": False,
         }, "a local folder as the store: the inputs are in gs://"
     return dict(STORE), "the embedded store"
