@@ -279,8 +279,7 @@ class Attempt:
         try:
             self._work(identity)
         except KeyboardInterrupt as error:
-            interrupted = InterruptedRunError("Interrupted at once, without saving.", reason="a second Ctrl-C")
-            raise self._ended("interrupted", interrupted) from error
+            raise self._ended("interrupted", self.stop.interruption()) from error
         except TpupipeError as error:
             status = "interrupted" if isinstance(error, InterruptedRunError) else "failed"
             ended = self._ended(status, error)
@@ -289,12 +288,12 @@ class Attempt:
             unexpected = StageError(f"Unexpected {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}")
             raise self._ended("failed", unexpected) from error
         result = self._result("done")
+        self.log.emit("ended", status="done")
         try:
             self.lease.check()
-        except FencedError as error:  # all that this attempt committed, it was allowed to
-            logger.warning("The result is not kept in the run's folder: %s", error.message)
-        else:
             self.store.put(self.paths.result, result.to_json().encode())
+        except (FencedError, StoreError) as error:  # every stage is committed; all of it was allowed
+            logger.warning("The result is not kept in the run's folder: %s", error.message)
         return result
 
     def complete(self) -> RunResult:
@@ -334,6 +333,7 @@ class Attempt:
                 try:
                     self._run_stages(identity, cluster, reservation, coordinator)
                 finally:
+                    self.stop.ending()
                     self.waiting_s = reservation.waited_s if reservation else 0.0
 
     def _reserved(self, declared: Sequence[SliceSpec] | None) -> Any:

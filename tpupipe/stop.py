@@ -21,6 +21,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._asked = threading.Event()
+        self._forced = False
         self._handled = False
         self.reason = ""
 
@@ -47,14 +48,27 @@ class StopRequest:
         if self.asked:
             raise InterruptedRunError(f"Interrupted by {self.reason}.", reason=self.reason)
 
+    def interruption(self) -> InterruptedRunError:
+        """What a ``KeyboardInterrupt`` that reached the run's end is told as: the signal that asked, or one that forced."""
+        if self.asked and not self._forced:
+            return InterruptedRunError(f"Interrupted by {self.reason}.", reason=self.reason)
+        return InterruptedRunError("Interrupted at once, without saving.", reason="a second Ctrl-C")
+
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """While inside, somebody looks at ``asked`` often: a signal need not interrupt what is under way."""
-        self._handled = True
+        """While inside, somebody looks at ``asked`` often: a first signal need not interrupt what is under way."""
+        before, self._handled = self._handled, True
         try:
             yield
         finally:
-            self._handled = False
+            self._handled = before
+
+    def ending(self) -> None:
+        """From now on, until ``listen``, a first signal changes nothing: what is held is given back, and the run ends.
+
+        It would take the place of the error that the run ends with, and leave things half given back.
+        """
+        self._handled = True
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[StopRequest]:
@@ -71,19 +85,23 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def listen(self) -> None:
-        """Takes the signals (back): connecting to Ray puts a handler of its own on SIGTERM."""
+        """Takes the signals, and lets the first one interrupt."""
+        self._handled = False
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._signalled)
 
     def _signalled(self, number: int, _: object) -> None:
+        # Nothing but KeyboardInterrupt: what else a handler raises is dropped where Ray waits, and taken for a failure of
+        # the store where an operation of it is tried again.
         if self.asked:
+            self._forced = True
             raise KeyboardInterrupt
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.ask(name)
         logger.warning("%s: saving and ending; once more ends at once", name)
         if not self._handled:
-            self.check()
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -130,6 +130,19 @@ def test_a_store_that_comes_back_costs_a_wait(trained: tuple[ProxiedRunner, RunR
 
 
 @pytest.mark.soak
+def test_a_driver_that_cannot_beat_for_longer_than_a_lease_lives_goes_on(
+    proxied: ProxiedRunner, undisturbed: RunResult, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No beat gets through for 40 s of a step that takes 45: nobody took the run, so it is finished by the same driver."""
+    mute = "outage@create,name=beat.json,seconds=40,after=2"
+    faults = ("slow@train.step=7,rank=0,seconds=45",)
+    result = proxied(mute, faults=faults, store={"timeout_s": 60}, job={"score": False})
+    assert "others may take the run" in caplog.text
+    assert result.attempt == 1
+    assert result.stages["fit"]["params_digest"] == undisturbed.stages["fit"]["params_digest"]
+
+
+@pytest.mark.soak
 def test_an_unreadable_newest_checkpoint_costs_ten_steps_and_two_of_them_the_run(
     trained: tuple[ProxiedRunner, RunResult],
 ) -> None:

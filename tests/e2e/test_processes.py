@@ -101,6 +101,22 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_resume(
 
 
 @pytest.mark.soak
+def test_a_request_to_stop_before_the_first_step_is_heard(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """The job's ``init`` takes for ever: SIGTERM ends that at once, for there is nothing to save."""
+    process = start(break_at="init")
+    until("from scratch", process, tmp_path)
+    process.terminate()
+    asked = time.monotonic()
+    assert process.wait(90) == 130, log_of(tmp_path)[-2000:]
+    assert time.monotonic() - asked < 60, "no time-out was waited for"
+    assert "stopping before the first step (SIGTERM)" in log_of(tmp_path)
+    assert "--run a resumes" in log_of(tmp_path)
+    nothing_is_left(tmp_path)
+
+
+@pytest.mark.soak
 def test_a_killed_driver_and_success_leave_nothing_and_lose_nothing(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tests.e2e.harness import SLICES, Runner, World, connection, nothing_is_held
+from tests.e2e.harness import REPOSITORY, SLICES, Runner, World, connection, nothing_is_held
+from tests.processes import killed_at_the_end
 from tpupipe.cluster.loss import drain_this_host
 from tpupipe.cluster.reservation import Reservation, check_slice, held_groups, slice_states
 from tpupipe.errors import ReservationError, ReservationTimeoutError, SliceError, UserCodeError
 from tpupipe.hardware.slices import SliceSpec
+from tpupipe.store.lease import read_standing
 
 PAIR = SliceSpec("v6e", "2x4", chips_per_vm=4)
 
@@ -100,6 +105,39 @@ def test_a_cluster_that_cannot_grow_says_so_at_once(world: World) -> None:
     """On a faked slice there is nothing to wait for."""
     with connection(world), pytest.raises(ReservationError, match="cannot grow"):
         Reservation(SliceSpec("v6e", "4x4"), timeout_s=60, name="t", say=print, declared=SLICES).acquire()
+
+
+@pytest.mark.parametrize(("shape", "hosts"), [({}, 1), ({"topology": "2x4", "chips_per_vm": 4}, 2)])
+def test_a_request_to_stop_is_heard_while_the_slice_is_waited_for(
+    runner: Runner, tmp_path: Path, shape: dict[str, object], hosts: int
+) -> None:
+    """The slices are another job's. SIGTERM ends the wait: status 130, and the run is given back."""
+    config = runner.config({}, cluster={"topology": "2x2", "chips_per_vm": None, "timeout_s": 600} | shape)
+    (tmp_path / "world.yaml").write_text(config.model_dump_json(exclude_none=True))
+    command = [sys.executable, "-m", "tests.e2e.small", "-c", str(tmp_path / "world.yaml"), "--run", f"{runner.name}a"]
+    log = tmp_path / "log"
+    held = PAIR if hosts == 2 else SliceSpec("v6e", "2x2", slices=2)
+    with (
+        connection(runner.world),
+        Reservation(held, timeout_s=20, name="other-job", say=print),
+        log.open("w") as stderr,
+        killed_at_the_end() as started,
+    ):
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=runner.world.environment(), stdout=stderr, stderr=stderr, text=True
+        )
+        started.append(process)
+        ends = time.monotonic() + 90
+        while "waiting for v6e" not in log.read_text():
+            assert process.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < ends, log.read_text()[-2000:]
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(30) == 130, log.read_text()[-2000:]
+    standing = read_standing(runner.store, runner.paths("a"))
+    assert standing is not None
+    assert standing.released
+    nothing_is_held(runner.world)
 
 
 def test_a_busy_slice_names_its_holder(world: World) -> None:

@@ -94,6 +94,8 @@ def test_killed_drivers_lose_nothing(runner: Runner, undisturbed: RunResult) -> 
     assert [(e["attempt"], e["stage"]) for e in back] == [(1, "ids"), (2, "fit"), (3, "scores")]
     assert back[1]["lost_steps"] == lost[1]["step"] - 5
     assert all(0 < e["seconds"] < 120 for e in back)
+    compiled = [e["from_cache"] for e in runner.events("a", "compiling") if e["stage"] == "fit"]
+    assert compiled == [False, False, True, True], "the second driver's processes compile nothing"
 
 
 @pytest.mark.soak

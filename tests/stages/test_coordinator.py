@@ -65,13 +65,24 @@ def test_the_next_conference_is_about_a_second_away_and_never_now(seconds_per_st
 )
 def test_where_an_earlier_start_failed_they_confer_after_each_step(step, next_step):
     """It failed after 30 to 33 steps, while they conferred every ten: the next ones are not passed over."""
-    assert decide(POLICY, **(CALM | {"step": step}), doubted=(30, 34)).next_step == next_step
+    assert decide(POLICY, **(CALM | {"step": step}), doubted=[(30, 34)]).next_step == next_step
+
+
+def test_all_earlier_failures_are_doubted():
+    """One at 12 does not make that at 30 forgotten."""
+    doubted = [(30, 34), (12, 14)]
+    assert [decide(POLICY, **(CALM | {"step": s}), doubted=doubted).next_step for s in (10, 13, 14, 25)] == [
+        12,
+        14,
+        24,
+        30,
+    ]
 
 
 def test_a_start_is_told_what_is_doubted():
     """Every start anew: the one after it has doubts of its own, or none."""
     coordinator = _Coordinator()
-    coordinator.begin_group("b", ["plan"], 1, 10, (10, 12))
+    coordinator.begin_group("b", ["plan"], 1, 10, [(10, 12)])
     assert ask(coordinator, 11, restart=1).next_step == 12
     coordinator.begin_group("c", ["plan"], 2, 10)
     assert ask(coordinator, 11, restart=2).next_step == 13

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -115,12 +116,13 @@ def open_connection(address: str, worker_environment: Mapping[str, str]) -> Iter
     # take a training group for an orphan and end it.
     at_this_one = {} if address == "auto" else {"RAY_ADDRESS": address}
     try:
-        context = ray.init(
-            address=address,
-            runtime_env={"env_vars": {**at_this_one, **WORKER_ENVIRONMENT, **worker_environment}},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _own_signals():
+            context = ray.init(
+                address=address,
+                runtime_env={"env_vars": {**at_this_one, **WORKER_ENVIRONMENT, **worker_environment}},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"No Ray cluster answers at {address!r}: {error}",
@@ -132,6 +134,21 @@ def open_connection(address: str, worker_environment: Mapping[str, str]) -> Iter
             yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Leaves SIGTERM to whom it belongs: connecting to Ray takes it, and leaves the process with its number as status."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:  # Ray's handler, while it connects
+        raise KeyboardInterrupt from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # -- faked clusters -------------------------------------------------------------------------

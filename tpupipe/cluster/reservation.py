@@ -6,6 +6,7 @@ the all-or-nothing over several slices and the way back.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,12 @@ from tpupipe.errors import ReservationError, ReservationTimeoutError, SliceError
 from tpupipe.hardware.slices import SliceSpec
 from tpupipe.local.periodic import periodically
 
+_log = logging.getLogger("tpupipe")
+
 PROGRESS_EVERY_S = 5.0
 RELEASE_TIMEOUT_S = 20.0
 PROBE_TIMEOUT_S = 3.0
+_LOOK_S = 1.0  # while Ray waits for a group, no signal is heard
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,10 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        try:
+            self.release()
+        except ReservationError as failed:  # it ends with the connection that follows; what came before is what counts
+            _log.warning("%s", failed)
 
     def acquire(self) -> None:
         """Takes all slices or none.
@@ -166,9 +173,11 @@ class Reservation:
             )
         except TimeoutError as error:
             raise self._timed_out(index) from error
-        if not _group(handle).wait(self._left(began)):
-            handle.shutdown()
-            raise self._timed_out(index)
+        group = _group(handle)
+        while not group.wait(_LOOK_S):
+            if not self._left(began):
+                handle.shutdown()
+                raise self._timed_out(index)
         # Only now: until the workers' group is ready, the head group is what keeps the claim on the slice.
         handle.release_head_pgs()
         return handle

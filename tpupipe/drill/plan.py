@@ -181,6 +181,7 @@ def _kill_driver_at_commits(name: str, facts: JobFacts) -> Scenario:
         step, stage = at.training.next_save, at.training.name
         faults += at.held_if_taken(at.training, step, 0)
         faults.append(f"kill-driver@save.before_commit={step},rank=0,stage={stage}")
+        faults.append(f"kill-driver@stage.manifest={stage}")
     if at.inference is not None:
         faults.append(f"kill-driver@stage.manifest={at.inference.name}")
     about = "the driver is killed with the lease, as it beats, in a save, before manifests"

@@ -19,7 +19,7 @@ Event = Mapping[str, Any]
 NEW_WORK = ("metrics", "unit", "checkpoint", "stage_done")
 """Events of work that was not done before: a step's metrics, a committed unit or checkpoint, a finished stage."""
 
-_SEGMENTS = 60  # a driver writes one each five seconds; where it was is nearly always in its last one
+_SEGMENTS = 200  # a driver writes one each five seconds; where it was is nearly always in its last one
 _PLACES = (*NEW_WORK, "at", "train_start", "stage")
 
 
@@ -128,8 +128,8 @@ def tell_lost_driver(store: Store, paths: RunPaths, before: Standing | None, log
     events: Sequence[Event] = ()
     try:
         events = _last_events(store, paths, before.epoch)
-    except StoreError as error:  # this is only told: the run goes on from what is committed
-        log.emit("problem", f"where attempt {before.epoch} was is not known: {error.message}", level=logging.WARNING)
+    except (StoreError, ValueError) as error:  # this is only told: the run goes on from what is committed
+        log.emit("problem", f"where attempt {before.epoch} was is not known: {error}", level=logging.WARNING)
     if any(event["kind"] == "ended" for event in events):
         return  # by itself; only giving the run back failed
     lost = lost_in(before, events)
@@ -141,11 +141,11 @@ def tell_lost_driver(store: Store, paths: RunPaths, before: Standing | None, log
 
 
 def _last_events(store: Store, paths: RunPaths, epoch: int) -> list[Event]:
-    """The last events of an attempt, at least back to where they say what it was doing."""
+    """The last events of an attempt, back to its latest new work; all of them, if it did none."""
     names = sorted(info.name for info in store.list(paths.event_segments(epoch)) if parse_event_segment(info.name))
     events: list[Event] = []
     for name in reversed(names[-_SEGMENTS:]):
         events[:0] = [json.loads(line) for line in store.read(name).splitlines()]
-        if any(event["kind"] in _PLACES for event in events):
+        if any(event["kind"] in (*NEW_WORK, "driver_lost") for event in events):
             break
     return events

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayError
 
 from tpupipe.cluster.connect import Cluster
 from tpupipe.cluster.loss import drain_this_host, this_slice
@@ -96,6 +97,15 @@ class StageRun:
             self.log.flush()  # what ended this driver is to be found in the run's events
             os.kill(os.getpid(), signal.SIGKILL)
         return records
+
+
+@contextlib.contextmanager
+def last_look(what: str) -> Iterator[None]:
+    """Around what asks the coordinator once more on the way out: that it is gone must not hide why we leave."""
+    try:
+        yield
+    except RayError as error:
+        logger.warning("%s: what its processes told last is lost: %s", what, error)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def decide(
     preemption_notice_s: float | None,
     preempted: bool,
     since_conference: int | None = None,
-    doubted: tuple[int, int] | None = None,
+    doubted: Sequence[tuple[int, int]] = (),
 ) -> Decision:
     """The decision at a conference; pure.
 
@@ -67,14 +67,15 @@ def decide(
         preempted: Whether a host will go away.
         since_conference: Steps since the last conference. The measured pace may be that of dispatch, which costs
             nothing, so the interval at most doubles each time.
-        doubted: First and last of the steps between which an earlier start failed: there, they confer after each one,
-            so that a failure that comes again is known to be at the same step.
+        doubted: First and last of the steps between which an earlier start failed, for each: there, they confer after
+            every step, so that a failure that comes again is known to be at the same step.
     """
     ahead = max(1, int(CONFER_EVERY_S / max(seconds_per_step, 1e-6)))
     if since_conference is not None:
         ahead = min(ahead, 2 * max(1, since_conference))
-    if doubted is not None and step < doubted[1]:
-        ahead = min(ahead, max(1, doubted[0] - step))
+    for first, last in doubted:
+        if step < last:
+            ahead = min(ahead, max(1, first - step))
     if preempted:
         reason = "a host is about to be preempted"
         return Decision(policy.due_on_preemption(preemption_notice_s), True, step + ahead, reason)
@@ -101,7 +102,7 @@ class _Coordinator:
 
     def _reset_group(self, restart: int) -> None:
         self._restart = restart
-        self._doubted: tuple[int, int] | None = None
+        self._doubted: Sequence[tuple[int, int]] = ()
         self._decisions: dict[int, Decision] = {}
         self._conferred = 0
         self._parts: dict[int, dict[int, int]] = {}
@@ -155,7 +156,7 @@ class _Coordinator:
             return self._counts.get(name, 0)
 
     def begin_group(
-        self, group: str, plan: list[Any], restart: int, first_step: int, doubted: tuple[int, int] | None = None
+        self, group: str, plan: list[Any], restart: int, first_step: int, doubted: Sequence[tuple[int, int]] = ()
     ) -> None:
         with self._lock:
             self._reset_group(restart)
@@ -299,7 +300,7 @@ class CoordinatorHandle:
         return int(self._call("counted", name))
 
     def begin_group(
-        self, group: str, plan: Any, *, restart: int, first_step: int, doubted: tuple[int, int] | None
+        self, group: str, plan: Any, *, restart: int, first_step: int, doubted: Sequence[tuple[int, int]]
     ) -> None:
         """Gives a training group its work, and forgets what an earlier one had agreed on.
 

@@ -21,7 +21,7 @@ from tpupipe.errors import BadRowError, StageError, TpupipeError
 from tpupipe.job import Infer, Quarantine
 from tpupipe.ledger.events import Seconds
 from tpupipe.programs.infer_rows import refused
-from tpupipe.stages.base import StageRun, failure_of, tell_fault
+from tpupipe.stages.base import StageRun, failure_of, last_look, tell_fault
 from tpupipe.stages.committed import Compaction, PendingUnits
 from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
@@ -151,7 +151,8 @@ class InferPool:
         finally:
             for worker in self._workers:
                 worker.end()
-            self._book()
+            with last_look(self._stage.name):
+                self._book()
 
     def _tell(self, kind: str, text: str, level: int = logging.INFO, **facts: Any) -> None:
         self._run.log.emit(kind, f"{self._stage.name}: {text}", level=level, stage=self._stage.name, **facts)

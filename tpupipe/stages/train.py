@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from tpupipe.errors import (
 )
 from tpupipe.job import Train
 from tpupipe.ledger.events import Seconds
-from tpupipe.stages.base import StageRun, last_lines
+from tpupipe.stages.base import StageRun, last_lines, last_look
 from tpupipe.stages.context import Restorable
 from tpupipe.stages.failures import Budget, Failure, Kind, final_error, unreachable
 from tpupipe.stages.finished import read_manifest, trained
@@ -68,7 +67,7 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         "shuffle": stage.shuffle,
     }
     stream = Stream(manifest.chunk_rows, **options)  # type: ignore[arg-type]
-    with process_variables(RAY_TRAIN_SETTINGS), contextlib.closing(TrainGroups(stage, run)) as groups:
+    with process_variables(RAY_TRAIN_SETTINGS), TrainGroups(stage, run) as groups:
         ending, first_step, unreadable = _until_trained(
             stage, run, groups, budget, options=options, seconds=seconds, steps=stream.steps
         )
@@ -90,8 +89,12 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         rows_fed=_rows_fed(stage, stream, manifest),
         rows_dropped=stream.rows_dropped,
     )
-    run.lease.check()
-    answered(run, budget, lambda: write_train_record(run.store, run.paths, stage.name, record))
+
+    def commit() -> None:
+        run.lease.check()
+        write_train_record(run.store, run.paths, stage.name, record)
+
+    answered(run, budget, commit)
     return trained(record, run.store, run.store.uri(run.paths.stage(stage.name)), first_step, seconds)
 
 
@@ -114,8 +117,9 @@ def _until_trained(
     first_step: int | None = None
     restart = 0
     recovery: Recovery | None = None
-    doubted: tuple[int, int] | None = None
+    doubted: tuple[tuple[int, int], ...] = ()
     while True:
+        run.stop.check()
         leave_draining(run, budget, groups.drop)  # a group kept ready stands on the hosts that are given back
         selection = answered(run, budget, lambda: _select(stage, run, unreadable))
         at = selection.commit.step if selection.commit else 0
@@ -126,11 +130,12 @@ def _until_trained(
         try:
             error = _work(groups, _plan(stage, run, selection, options, restart, doubted), watch)
         finally:
-            watch.look()
+            with last_look(stage.name):
+                watch.look()
         if ending.trained is not None:
             return ending.trained, first_step, unreadable  # also if a worker fell over afterwards: all was committed
         recovery = watch.recovery()
-        doubted = ending.between or doubted
+        doubted += (ending.between,) if ending.between else ()
         unreadable.update(_handle(watch, selection, error, budget, groups))
         restart += 1
 
@@ -197,7 +202,7 @@ def _plan(  # noqa: PLR0917 - one caller
     selection: Selection,
     options: Mapping[str, Any],
     restart: int,
-    doubted: tuple[int, int] | None,
+    doubted: tuple[tuple[int, int], ...],
 ) -> TrainPlan:
     spec = run.config.cluster.slice_spec()
     policy = SavePolicy.of(stage.checkpoint)
@@ -244,8 +249,12 @@ def _work(groups: TrainGroups, plan: TrainPlan, watch: TrainWatch) -> BaseExcept
                 groups.dismiss()
             if run.stop.asked and not asked:
                 asked = True
-                watch.tell("stopping", f"saving and stopping ({run.stop.reason})")
-                run.coordinator.request_stop(run.stop.reason)
+                if watch.ending.step is None:
+                    watch.tell("stopping", f"stopping before the first step ({run.stop.reason})")
+                    group.end()
+                else:
+                    watch.tell("stopping", f"saving and stopping ({run.stop.reason})")
+                    run.coordinator.request_stop(run.stop.reason)
         run.log.emit("group_ended", stage=plan.stage.name)
         return group.error
 

@@ -16,6 +16,7 @@ from tpupipe.checkpoint.saver import finish_saving
 from tpupipe.errors import StageError
 from tpupipe.ledger.events import event
 from tpupipe.stages.coordinator import CoordinatorHandle
+from tpupipe.stages.stall import START_TIMEOUT_S
 
 PARTING_S = 3.0
 
@@ -49,7 +50,7 @@ class _Backend(_JaxBackend):  # type: ignore[misc]
         """Imports, waits until it is this group's turn, then joins the processes."""
         coordinator, group = backend_config.coordinator, backend_config.group
         up_s = time.time()
-        worker_group.execute(import_all, backend_config.step)
+        ray.get(worker_group.execute_async(import_all, backend_config.step), timeout=START_TIMEOUT_S)
         imported_s = time.time()
         if not coordinator.has_turn(group):
             raise GroupDismissedError("Not needed any more.")

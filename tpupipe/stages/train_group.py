@@ -11,8 +11,9 @@ import tempfile
 import threading
 import time
 import uuid
-from typing import Any
+from typing import Any, Self
 
+from ray.exceptions import RayError
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
@@ -109,7 +110,15 @@ class TrainGroup:
         are ended (Ray drops what they asked for with the driver's connection). None may be left: a thread that waits on
         Ray while that connection closes can crash the driver.
         """
-        self.dismiss()
+        try:
+            self.dismiss()
+            self._ended()
+        except RayError as error:  # who knows of it is gone, and so are its processes; what came before is what counts
+            logger.warning("Training group %s could not be ended: %s", self._id, error)
+        finally:
+            self._scratch.cleanup()
+
+    def _ended(self) -> None:
         ends_itself = time.monotonic() if self._dismissed_s is None else self._dismissed_s + PARTING_S
         given_up = time.monotonic() + END_TIMEOUT_S
         while self.running(POLL_S):
@@ -119,7 +128,6 @@ class TrainGroup:
                 logger.warning("Training group %s did not end in %.0f s.", self._id, END_TIMEOUT_S)
                 break
         self._coordinator.end_controller(self._id)  # its process has nothing left to do
-        self._scratch.cleanup()
 
     def _fit(self, trainer: JaxTrainer) -> None:
         try:
@@ -129,7 +137,7 @@ class TrainGroup:
 
 
 class TrainGroups:
-    """The group that works and the one that is kept ready behind it.
+    """The group that works and the one that is kept ready behind it. Ends them on the way out.
 
     Args:
         stage: The declaration, overrides applied.
@@ -169,17 +177,21 @@ class TrainGroups:
             self._spare.dismiss()
 
     def drop(self) -> None:
-        """Has the one kept ready end, and forgets it: it is no use, or stands on lost hosts. ``close`` waits for it."""
+        """Has the one kept ready end, and forgets it: it is no use, or stands on lost hosts. It is waited for on the way out."""
         if self._spare is not None:
             self._spare.dismiss()
             self._dropped.append(self._spare)
             self._spare = None
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         """Ends all."""
-        self.drop()
-        for group in [*self._dropped, *([self._at_work] if self._at_work else [])]:
-            group.end()
+        with self._run.stop.handled():
+            for group in (*self._dropped, self._spare, self._at_work):
+                if group is not None:
+                    group.end()
 
 
 def _scaling(run: StageRun) -> ScalingConfig:

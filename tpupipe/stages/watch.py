@@ -12,6 +12,7 @@ from tpupipe.errors import TpupipeError
 from tpupipe.faults.plan import Action
 from tpupipe.job import Train
 from tpupipe.ledger.events import Seconds
+from tpupipe.ledger.lost_driver import steps_done
 from tpupipe.ledger.text import human_bytes
 from tpupipe.stages.base import StageRun, tell_fault, told_errors
 
@@ -29,7 +30,8 @@ class Ending:
         errors: What processes raised.
         stalls: What processes said that made no progress.
         step: The most steps known to be done.
-        between: At the latest conference, the steps that were done, and those after which the next was to be.
+        between: At the latest conference, the steps that were done, and those after which the next was to be. The
+            first one is after the first step.
     """
 
     trained: dict[str, Any] | None = None
@@ -108,6 +110,7 @@ class TrainWatch:
     def _on_compiling(self, record: Mapping[str, Any]) -> None:
         if record["rank"]:
             return  # all processes compile at once: the first one's seconds count
+        self.ending.between = self._restored_step, self._restored_step + 1
         self._seconds.add("compiling", record["seconds"] + record["init_seconds"])
         self.tell("compiled", f"compiled in {record['seconds']:.1f} s")
 
@@ -144,8 +147,8 @@ class TrainWatch:
         if record["action"] in _ENDS:
             self.failed_s = record["time_s"]
         tell_fault(self.run, self.stage.name, record)
-        if str(record.get("step", "")).isdigit():
-            self.ending.reached(int(record["step"]))
+        if done := steps_done(record):
+            self.ending.reached(done)
 
     def _on_trained(self, record: Mapping[str, Any]) -> None:
         self.ending.trained = dict(record)

@@ -25,7 +25,6 @@ from tpupipe.errors import (
     RunHeldError,
     StoreDeniedError,
     StoreError,
-    TpupipeError,
 )
 from tpupipe.faults.points import point
 from tpupipe.store.layout import RunPaths, parse_lease
@@ -339,7 +338,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether the run is ours no more: taken over, or no beat got through for ``ttl_s``."""
+        """Whether the run is ours no more: another driver has taken it over."""
         return bool(self._lost)
 
     @property
@@ -350,19 +349,17 @@ class Lease:
     def check(self) -> None:
         """Returns if the run is still ours; call it right before each commit.
 
+        A driver that was silent for ``ttl_s`` shows first that it lives. Without that nothing is committed, but the run
+        is not lost: it goes on when the store is back, unless another driver has taken it meanwhile.
+
         Raises:
-            FencedError: It is not, or this driver could not show for ``ttl_s`` that it lives.
-            StoreError: The store could not be asked; that is not a permission.
+            FencedError: It is not.
+            StoreError: The store could not be asked, or not be told; that is not a permission.
         """
         if self._lost:
             raise _fenced(self._paths, self.epoch, self._lost)
-        silent_s = self._tick() - self._beaten
-        if silent_s > self._ttl_s:  # the thread does not beat: show from here that we live, or we do not
-            try:
-                self._beat(released=False)
-            except StoreError as error:
-                self._lost = _no_beat(silent_s, error)
-                raise _fenced(self._paths, self.epoch, self._lost) from error
+        if self._tick() - self._beaten > self._ttl_s:
+            self._beat(released=False)
         try:
             self._fence.check()
         except FencedError as error:
@@ -392,18 +389,22 @@ class Lease:
             try:
                 point("lease.beat", beat=self._beats + 1, epoch=self.epoch)
                 self._beat(released=False)
-                self._fence.check()
                 silent = False
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is a missed beat, and the next one may do
+                silent = True
+                self._tell_silence(error)
+            try:
+                self._fence.check()  # also when silent: that is when others take the run
             except FencedError as error:
                 self._lose(error.data["reason"])
                 return
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is a missed beat, and the next one may do
-                silent = True
-                silent_s = self._tick() - self._beaten
-                _log.warning("lease %d of %s: no beat for %.1f s: %s", self.epoch, self._paths.root, silent_s, error)
-                if silent_s > self._ttl_s:
-                    self._lose(_no_beat(silent_s, error))
-                    return
+            except StoreError as error:
+                _log.debug("lease %d of %s: could not be looked at: %s", self.epoch, self._paths.root, error)
+
+    def _tell_silence(self, error: Exception) -> None:
+        silent_s = self._tick() - self._beaten
+        then = ", and nothing is committed before one; others may take the run" if silent_s > self._ttl_s else ""
+        _log.warning("lease %d of %s: no beat for %.1f s%s: %s", self.epoch, self._paths.root, silent_s, then, error)
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
@@ -419,11 +420,6 @@ class Lease:
             record = {"beat": self._beats, "at_s": self._clock(), "released": released, "token": self._token}
             self._beat_store.put(self._paths.beat(self.epoch), _encoded(record))
             self._beaten = self._tick()
-
-
-def _no_beat(silent_s: float, error: Exception) -> str:
-    why = error.message if isinstance(error, TpupipeError) else repr(error)
-    return f"no beat got through for {silent_s:.0f} s ({why})"
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
