@@ -212,7 +212,7 @@ def _read_state(path: Path) -> FakeClusterState | None:
 def warm_cluster(root: Path) -> FakeClusterState | None:
     """The faked cluster that ``tpupipe cluster up`` keeps below ``root``, or ``None``."""
     state = _read_state(_folder(root) / "warm.json")
-    return state if state is not None and _alive(state.pid) else None
+    return state if state is not None and state.alive else None
 
 
 def cluster_up(spec: FakeClusterSpec, base: Path, store_root: str, say: Callable[[str], None]) -> FakeClusterState:
@@ -272,7 +272,7 @@ def cluster_down(root: Path) -> bool:
         return False
     os.kill(state.pid, signal.SIGTERM)
     try:
-        _wait(lambda: not _alive(state.pid), STOP_TIMEOUT_S)
+        _wait(lambda: not state.alive, STOP_TIMEOUT_S)
     except TimeoutError as error:
         raise ClusterError(
             f"The faked cluster (process {state.pid}) did not stop in {STOP_TIMEOUT_S:.0f} s.",

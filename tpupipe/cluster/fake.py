@@ -20,12 +20,13 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tpupipe.config import FAKED_SLICES_VARIABLE, environment
 from tpupipe.hardware.slices import SliceSpec
+from tpupipe.store.owner import Owner, is_running, same_machine
 
 # All of 127.0.0.0/8 is the loopback on Linux, and Ray replaces the spelling 127.0.0.1 by the machine's outward
 # address, which would open the faked slice to the network. Elsewhere Ray stays on 127.0.0.1 by itself.
@@ -68,7 +69,8 @@ class FakeClusterSpec:
 class FakeClusterState:
     """What a running server says of itself in its state file.
 
-    ``hosts`` maps ``"<slice name>/<worker id>"`` to the raylet's process id.
+    ``hosts`` maps ``"<slice name>/<worker id>"`` to the raylet's process id. ``server`` is the server's ``Owner``: its number
+    alone may be that of another process by now.
     """
 
     address: str
@@ -76,6 +78,13 @@ class FakeClusterState:
     pid: int
     hosts: dict[str, int]
     spec: dict[str, Any]
+    server: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server still runs, on this machine and since its last boot."""
+        server = Owner(**self.server) if self.server else None
+        return server is not None and same_machine(server, Owner.here()) and is_running(server)
 
 
 def hosts_of(spec: SliceSpec, first_slice: int = 0) -> list[FakeHost]:
@@ -204,6 +213,7 @@ class _Server:
             pid=os.getpid(),
             hosts={name: _raylet(node).pid for name, (_, node) in self._nodes.items()},
             spec=json.loads(self._spec.to_json()),
+            server=asdict(Owner.here()),
         )
         draft = self._state_file.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(state)))
