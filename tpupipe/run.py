@@ -304,6 +304,8 @@ class Attempt:
         return self._result("done")
 
     def _work(self, identity: Identity) -> None:
+        self.stop.listen()  # again, after an earlier tick
+        self.stop.check()
         for stage in self.job.stages:
             result = finished(stage, self.store, self.paths)
             if result is not None:

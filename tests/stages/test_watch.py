@@ -83,3 +83,25 @@ def test_a_failure_after_the_first_new_step_is_another_one():
     killed = {**event("fault", position=0, text="x", action="kill-worker", step="6"), "time_s": 90.0}
     watch, _ = look(Recovery(7.0, 8), event("restored", step=3, seconds=1.0), metrics(4), killed)
     assert watch.recovery() == Recovery(90.0, 6)
+
+
+def compiling(rank):
+    return event("compiling", rank=rank, of=2, seconds=1.0, init_seconds=0.0, from_cache=False)
+
+
+def test_a_death_in_the_first_step_is_at_that_step():
+    """All have restored and compiled, and none has conferred: whoever dies now does so in the first step."""
+    restored = event("restored", step=40, seconds=1.0)
+    watch, _ = look(None, restored, compiling(0))
+    assert watch.ending.exact_step is None, "the other process may still restore"
+    watch, _ = look(None, restored, compiling(0), compiling(1))
+    assert watch.ending.exact_step == 40
+    watch, _ = look(None, compiling(0), event("at", step=1, next=3), compiling(1))
+    assert watch.ending.between == (1, 3)
+
+
+def test_a_fault_after_the_update_is_one_step_further():
+    """As `train.updated` of step 7 says: 8 are done."""
+    fault = {"action": "slow", "text": "slow@x", "step": "7"}
+    assert look(None, event("fault", point="train.step", **fault))[0].ending.step == 7
+    assert look(None, event("fault", point="train.updated", **fault))[0].ending.step == 8

@@ -180,9 +180,8 @@ def _prepare(plan: TrainPlan, context: StageContext, mesh: Any, watchdog: Watchd
             context.tell(event("restored", step=context.first_step, seconds=time.monotonic() - began))
         stated = time.monotonic()
         step = compiling.result()
-    context.report(
-        event("compiling", seconds=time.monotonic() - stated, init_seconds=stated - began, from_cache=step.from_cache)
-    )
+    seconds = {"seconds": time.monotonic() - stated, "init_seconds": stated - began}
+    context.report(event("compiling", **seconds, from_cache=step.from_cache, of=context.world))
     return state, _guarded(plan, context, abstract, step, named_sharding(mesh), watchdog)
 
 

@@ -82,6 +82,7 @@ class TrainWatch:
         self._seconds = seconds
         self._recovery = recovery
         self._restored_step = 0
+        self._prepared: set[int] = set()
 
     def look(self) -> None:
         """Takes what was reported since the last look."""
@@ -108,9 +109,11 @@ class TrainWatch:
         self._seconds.add("starting", record["seconds"])
 
     def _on_compiling(self, record: Mapping[str, Any]) -> None:
+        self._prepared.add(record["rank"])
+        if len(self._prepared) == record["of"] and self.ending.between is None:  # no process restores any more
+            self.ending.between = self._restored_step, self._restored_step + 1
         if record["rank"]:
             return  # all processes compile at once: the first one's seconds count
-        self.ending.between = self._restored_step, self._restored_step + 1
         self._seconds.add("compiling", record["seconds"] + record["init_seconds"])
         self.tell("compiled", f"compiled in {record['seconds']:.1f} s")
 
