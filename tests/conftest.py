@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,13 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The real embedded server."""
     with embedded_store(tmp_path_factory.mktemp("embedded")) as url:
         yield url
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_are_seen() -> Iterator[None]:
+    """A command that sets up its logs keeps them from pytest: not for the tests after it."""
+    yield
+    logging.getLogger("tpupipe").propagate = True
 
 
 @pytest.fixture

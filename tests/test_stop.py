@@ -29,6 +29,12 @@ def test_a_first_signal_interrupts_where_nobody_looks(stop: StopRequest) -> None
         stop.check()
 
 
+def test_what_nothing_makes_more_of_is_an_error_of_the_run() -> None:
+    """A signal while inputs are listed: whoever calls ``run`` gets one of its errors."""
+    with pytest.raises(InterruptedRunError, match="Interrupted by Ctrl-C"), StopRequest().on_signals():
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_where_somebody_looks_the_second_one_forces(stop: StopRequest) -> None:
     """The first is only noted, also on the way out of a block within the block."""
     with stop.handled():

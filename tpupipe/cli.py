@@ -38,6 +38,7 @@ from tpupipe.hardware.slices import SliceSpec
 from tpupipe.ledger.logs import set_up_logs
 from tpupipe.resolve import Build, load_build, refuse_early_jax, resolve
 from tpupipe.run import RunOptions, RunResult, base_folder, run
+from tpupipe.stop import StopRequest
 
 app = typer.Typer(
     name="tpupipe",
@@ -195,11 +196,11 @@ def _run(
         passed = require_passed(job, config)
         logging.getLogger("tpupipe").info("dry run %s of this configuration passed at %s", passed.run, passed.at)
     _ship_by_value(build)
-    with redirect_stdout(sys.stderr):  # Ray prints warnings of the cluster's to stdout
+    with redirect_stdout(sys.stderr), StopRequest().on_signals() as stop:  # Ray prints warnings to stdout
         if ticks.backfill is None:
-            results = [run(job, config, options)]
+            results = [run(job, config, options, stop)]
         else:
-            results = run_backfill(ticks, config, options, lambda asked: run(job, config, asked))
+            results = run_backfill(ticks, config, options, lambda asked: run(job, config, asked, stop))
     if ticks.backfill is not None:
         print_backfill(results, console(), as_json=as_json)
         return

@@ -115,13 +115,14 @@ class RunResult:
         return json.dumps(asdict(self))
 
 
-def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResult:
+def run(job: Job, config: Config, options: RunOptions | None = None, stop: StopRequest | None = None) -> RunResult:
     """Runs a job, or resumes it, to the end.
 
     Args:
         job: The declaration, with the configuration's changes applied (``resolve`` does that).
         config: The configuration.
         options: What is asked of this attempt.
+        stop: Of several runs, one after the other: who asked one of them to end has asked all.
 
     Returns:
         The result; its status is ``done``.
@@ -144,8 +145,9 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
         {stage.name: type(stage).__name__ for stage in job.stages},
     )
     fired: dict[int, list[dict[str, str]]] = {}  # over all ticks of this driver
+    stop = stop or StopRequest()
     with (
-        StopRequest().on_signals() as stop,
+        stop.on_signals(),
         endpoint_of(config, env) as upstream,
         failing_store(upstream, options.store_faults, local_root(config, env)) as proxy,
     ):
@@ -159,6 +161,8 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
 
             @contextlib.contextmanager
             def owned(paths: RunPaths, take_over: bool) -> Iterator[Attempt]:
+                stop.listen()  # again, after the end of an earlier tick
+                stop.check()
                 with (
                     _lease(store, paths, take_over, stop) as lease,
                     EventLog(store, paths, lease.epoch) as log,
@@ -178,6 +182,7 @@ def run(job: Job, config: Config, options: RunOptions | None = None) -> RunResul
                         endpoint=endpoint,
                         worker_environment=worker_environment,
                     )
+                    log.emit("ended", status="done")
 
             if config.mode == "incremental":
                 with armed_driver(options.faults, None, store, None, fired):
@@ -277,7 +282,10 @@ class Attempt:
         )
         tell_lost_driver(self.store, self.paths, self.lease.before, self.log)
         try:
-            self._work(identity)
+            try:
+                self._work(identity)
+            finally:
+                self.stop.ending()
         except KeyboardInterrupt as error:
             raise self._ended("interrupted", self.stop.interruption()) from error
         except TpupipeError as error:
@@ -288,7 +296,6 @@ class Attempt:
             unexpected = StageError(f"Unexpected {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}")
             raise self._ended("failed", unexpected) from error
         result = self._result("done")
-        self.log.emit("ended", status="done")
         try:
             self.lease.check()
             self.store.put(self.paths.result, result.to_json().encode())
@@ -304,8 +311,6 @@ class Attempt:
         return self._result("done")
 
     def _work(self, identity: Identity) -> None:
-        self.stop.listen()  # again, after an earlier tick
-        self.stop.check()
         for stage in self.job.stages:
             result = finished(stage, self.store, self.paths)
             if result is not None:
@@ -325,7 +330,6 @@ class Attempt:
             ray_address=self.env.ray_address,
             say=self._say,
         ) as cluster:
-            self.stop.listen()
             self.starting_s = time.monotonic() - began
             if cluster.dashboard:
                 self._say(f"Ray dashboard: {cluster.dashboard}")

@@ -72,7 +72,11 @@ class StopRequest:
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[StopRequest]:
-        """Listens to Ctrl-C and SIGTERM while inside. Does nothing outside the main thread: it gets no signals."""
+        """Listens to Ctrl-C and SIGTERM while inside. Does nothing outside the main thread: it gets no signals.
+
+        Raises:
+            InterruptedRunError: One came, and nothing inside has made more of it.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -80,6 +84,8 @@ class StopRequest:
         self.listen()
         try:
             yield self
+        except KeyboardInterrupt as error:
+            raise self.interruption() from error
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -106,7 +106,11 @@ def test_a_request_to_stop_before_the_first_step_is_heard(
 ) -> None:
     """The job's ``init`` takes for ever: SIGTERM ends that at once, for there is nothing to save."""
     process = start(break_at="init")
-    until("from scratch", process, tmp_path)
+    ends = time.monotonic() + 120
+    while not (tmp_path / "hangs").exists():
+        assert process.poll() is None, log_of(tmp_path)[-2000:]
+        assert time.monotonic() < ends, log_of(tmp_path)[-2000:]
+        time.sleep(0.1)
     process.terminate()
     asked = time.monotonic()
     assert process.wait(90) == 130, log_of(tmp_path)[-2000:]

@@ -39,7 +39,6 @@ def test_a_store_that_works_passes_and_is_left_as_it_was(context, store: Store):
 
 def test_a_bucket_that_does_not_exist_is_not_a_forbidden_one(context, endpoint, caplog):
     """The real server's 404: absence, with the command that makes it, and no talk of permissions."""
-    logging.getLogger("tpupipe").propagate = True
     store = open_store(f"gs://absent-{uuid.uuid4().hex[:8]}/x", endpoint=endpoint, make_root=False)
     judged = found(context, store)
     assert judged["create"].status is Status.FAILURE
@@ -140,7 +139,6 @@ def test_what_is_left_when_the_check_is_broken_off_is_removed(context, file_plac
 def test_what_cannot_be_removed_is_told(context, endpoint, proxy, caplog):
     """Deleting is forbidden: the finding has the place, and so does the log at the end."""
     caplog.set_level(logging.WARNING, logger="tpupipe.preflight")
-    logging.getLogger("tpupipe").propagate = True
     uri = f"gs://kept-{uuid.uuid4().hex[:8]}/x"
     proxy.set("403@delete")
     judged = found(context, open_store(uri, endpoint=proxy.endpoint))

@@ -115,25 +115,24 @@ def open_connection(address: str, worker_environment: Mapping[str, str]) -> Iter
     # Ray's own actors look for "the" cluster of the machine, and with two of them find the wrong one: Ray Train's would
     # take a training group for an orphan and end it.
     at_this_one = {} if address == "auto" else {"RAY_ADDRESS": address}
-    try:
-        with _own_signals():
-            context = ray.init(
+    with contextlib.ExitStack() as stack:
+        stack.callback(ray.shutdown)  # also if it was interrupted half-way
+        try:
+            with _own_signals():
+                context = ray.init(
+                    address=address,
+                    runtime_env={"env_vars": {**at_this_one, **WORKER_ENVIRONMENT, **worker_environment}},
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f"No Ray cluster answers at {address!r}: {error}",
+                hint="Set cluster.address or RAY_ADDRESS to the head's host:port, or submit with `ray job submit`.",
                 address=address,
-                runtime_env={"env_vars": {**at_this_one, **WORKER_ENVIRONMENT, **worker_environment}},
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(
-            f"No Ray cluster answers at {address!r}: {error}",
-            hint="Set cluster.address or RAY_ADDRESS to the head's host:port, or submit with `ray job submit`.",
-            address=address,
-        ) from error
-    try:
-        with process_variables(DRIVER_VARIABLES):
-            yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
-    finally:
-        ray.shutdown()
+            ) from error
+        stack.enter_context(process_variables(DRIVER_VARIABLES))
+        yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
 
 
 @contextlib.contextmanager
@@ -145,8 +144,10 @@ def _own_signals() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
-    except SystemExit as error:  # Ray's handler, while it connects
-        raise KeyboardInterrupt from error
+    except SystemExit:  # Ray's handler, while it connects
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

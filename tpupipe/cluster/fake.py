@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,10 @@ class FakeClusterState:
     @property
     def alive(self) -> bool:
         """Whether the server still runs, on this machine and since its last boot."""
-        server = Owner(**self.server) if self.server else None
-        return server is not None and same_machine(server, Owner.here()) and is_running(server)
+        if not self.server:  # of an older version: by its number alone
+            return is_running(replace(Owner.here(), pid=self.pid, pid_start=0))
+        server = Owner(**self.server)
+        return same_machine(server, Owner.here()) and is_running(server)
 
 
 def hosts_of(spec: SliceSpec, first_slice: int = 0) -> list[FakeHost]:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
+from ray.exceptions import RayError
 from ray.util import tpu
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
@@ -117,9 +118,13 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """On the way out: what cannot be given back ends with the connection, and must not hide why we leave."""
         try:
             self.release()
-        except ReservationError as failed:  # it ends with the connection that follows; what came before is what counts
+        except (ReservationError, RayError) as failed:
             _log.warning("%s", failed)
 
     def acquire(self) -> None:
@@ -145,7 +150,7 @@ class Reservation:
                     self._handles.append(self._take(index, began))
             self.hosts = self._find_hosts()
         except BaseException:
-            self.release()
+            self._give_back()
             raise
         self.waited_s += time.monotonic() - began
         names = sorted({host.slice_name or host.node_id[:8] for host in self.hosts})

@@ -18,7 +18,7 @@ from tpupipe.dry_run.account import Account, account, projection, run_findings
 from tpupipe.dry_run.record import FAILED, PASSED, DryRunRecord, keep, run_prefix
 from tpupipe.dry_run.rehearsal import Machine, Rehearsal, rehearsal
 from tpupipe.dry_run.report import DryRunReport
-from tpupipe.errors import RunHeldError, TpupipeError, UsageError
+from tpupipe.errors import InterruptedRunError, RunHeldError, TpupipeError, UsageError
 from tpupipe.faults.plan import parse_faults
 from tpupipe.identity import code_fingerprint
 from tpupipe.job import Job
@@ -133,7 +133,7 @@ def _small_run(  # noqa: PLR0917 - one caller
     say(f"small run with {', '.join(faults)}")
     try:
         result = run(job, config, RunOptions(name, parse_faults(faults)))
-    except (UsageError, RunHeldError):
+    except (UsageError, RunHeldError, InterruptedRunError):
         raise
     except TpupipeError as error:
         return None, error.message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -128,7 +128,7 @@ def _until_trained(
         watch = TrainWatch(stage, run, seconds, recovery)
         ending = watch.ending
         try:
-            error = _work(groups, _plan(stage, run, selection, options, restart, doubted), watch)
+            error = _work(groups, _plan(stage, run, selection, options, restart), watch, doubted)
         finally:
             with last_look(stage.name):
                 watch.look()
@@ -196,14 +196,7 @@ def _tell_start(stage: Train, run: StageRun, steps: int, selection: Selection, r
 # -- one start of the workers ---------------------------------------------------------------
 
 
-def _plan(  # noqa: PLR0917 - one caller
-    stage: Train,
-    run: StageRun,
-    selection: Selection,
-    options: Mapping[str, Any],
-    restart: int,
-    doubted: tuple[tuple[int, int], ...],
-) -> TrainPlan:
+def _plan(stage: Train, run: StageRun, selection: Selection, options: Mapping[str, Any], restart: int) -> TrainPlan:
     spec = run.config.cluster.slice_spec()
     policy = SavePolicy.of(stage.checkpoint)
     settings = run.settings(stage.name)
@@ -230,16 +223,24 @@ def _plan(  # noqa: PLR0917 - one caller
         log_every_s=settings.log_every_s or LOG_EVERY_S,
         started_s=time.time(),
         bounds=Bounds.of(settings),
-        doubted=doubted,
     )
 
 
-def _work(groups: TrainGroups, plan: TrainPlan, watch: TrainWatch) -> BaseException | None:
-    """Has a group do its work, watching what it reports meanwhile. Gives its trainer's error."""
+def _work(
+    groups: TrainGroups, plan: TrainPlan, watch: TrainWatch, doubted: Sequence[tuple[int, int]]
+) -> BaseException | None:
+    """Has a group do its work, watching what it reports meanwhile. Gives its trainer's error.
+
+    Args:
+        groups: Of the stage.
+        plan: Its work.
+        watch: Takes what it reports.
+        doubted: Steps between which earlier starts failed; see ``coordinator.decide``.
+    """
     run = watch.run
     with run.stop.handled():
         group = groups.take()
-        group.begin(plan)
+        group.begin(plan, doubted)
         asked = False
         while group.running(POLL_S):
             watch.look()
@@ -249,12 +250,12 @@ def _work(groups: TrainGroups, plan: TrainPlan, watch: TrainWatch) -> BaseExcept
                 groups.dismiss()
             if run.stop.asked and not asked:
                 asked = True
-                if watch.ending.step is None:
-                    watch.tell("stopping", f"stopping before the first step ({run.stop.reason})")
+                begun = watch.ending.step is not None
+                what = "saving and stopping" if begun else "stopping before the first step"
+                watch.tell("stopping", f"{what} ({run.stop.reason})")
+                run.coordinator.request_stop(run.stop.reason)
+                if not begun:
                     group.end()
-                else:
-                    watch.tell("stopping", f"saving and stopping ({run.stop.reason})")
-                    run.coordinator.request_stop(run.stop.reason)
         run.log.emit("group_ended", stage=plan.stage.name)
         return group.error
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Self
 
 from ray.exceptions import RayError
@@ -84,12 +85,12 @@ class TrainGroup:
         self._thread = threading.Thread(target=self._fit, args=(trainer,), name=f"fit-{self._id}", daemon=True)
         self._thread.start()
 
-    def begin(self, plan: TrainPlan) -> None:
-        """Gives it its work."""
+    def begin(self, plan: TrainPlan, doubted: Sequence[tuple[int, int]]) -> None:
+        """Gives it its work, and the steps between which earlier groups failed."""
         self._begun = True
         first_step = plan.start.commit.step if plan.start else 0
         self._coordinator.begin_group(
-            self._id, plan, restart=plan.target.restart, first_step=first_step, doubted=plan.doubted
+            self._id, plan, restart=plan.target.restart, first_step=first_step, doubted=doubted
         )
 
     def running(self, timeout_s: float = 0.0) -> bool:

@@ -51,7 +51,6 @@ class TrainPlan:
         log_every_s: Seconds between metrics.
         started_s: When the driver began this start, seconds since 1970.
         bounds: How long a phase may be without progress.
-        doubted: Steps between which earlier starts failed; see ``coordinator.decide``.
     """
 
     stage: Train
@@ -67,7 +66,6 @@ class TrainPlan:
     log_every_s: float
     started_s: float
     bounds: Bounds
-    doubted: tuple[tuple[int, int], ...] = ()
 
     @property
     def finishing(self) -> Phase:

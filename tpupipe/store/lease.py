@@ -39,6 +39,9 @@ _CLOCK_SKEW_S = 60.0
 # The beating thread may hang; a release waits no longer than this for it to end.
 _JOIN_S = 5.0
 
+# An owner that cannot beat says so at first, when the lease has expired, and then each minute.
+_TELL_AGAIN_S = 60.0
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -311,6 +314,7 @@ class Lease:
         self._beat_store = store.with_limits(timeout_s=max(0.5, ttl_s / 4), attempts=5)
         self._beats = 0
         self._lost = ""
+        self._next_told_s = 0.0  # of silence
         self._beaten = tick()
         self._stop = threading.Event()
         self._releasing = threading.Lock()
@@ -390,7 +394,7 @@ class Lease:
             try:
                 point("lease.beat", beat=self._beats + 1, epoch=self.epoch)
                 self._beat(released=False)
-                silent = False
+                silent, self._next_told_s = False, 0.0
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a missed beat, and the next one may do
                 silent = True
                 self._tell_silence(error)
@@ -404,7 +408,11 @@ class Lease:
 
     def _tell_silence(self, error: Exception) -> None:
         silent_s = self._tick() - self._beaten
-        then = ", and nothing is committed before one; others may take the run" if silent_s > self._ttl_s else ""
+        if silent_s < self._next_told_s:
+            return
+        over = silent_s > self._ttl_s
+        self._next_told_s = silent_s + _TELL_AGAIN_S if over else self._ttl_s
+        then = ": others may take the run, and this driver commits nothing before one" if over else ""
         _log.warning("lease %d of %s: no beat for %.1f s%s: %s", self.epoch, self._paths.root, silent_s, then, error)
 
     def _lose(self, reason: str) -> None:
