@@ -244,9 +244,10 @@ class _Drill:
         )
         self._bench.folder.mkdir(parents=True, exist_ok=True)
         (self._bench.folder / "drill.json").write_text(report.to_json() + "\n", encoding="utf-8")
-        for junit in (self._bench.folder / "drill.xml", self._options.junit):
-            if junit is not None:
-                junit.write_text(report.to_junit(), encoding="utf-8")
+        junit = report.to_junit()
+        (self._bench.folder / "drill.xml").write_text(junit, encoding="utf-8")
+        if self._options.junit is not None:
+            self._options.junit.write_text(junit, encoding="utf-8")
         return report
 
     def _scenarios(self, result: dict[str, Any], reference_s: float) -> None:

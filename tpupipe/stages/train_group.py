@@ -25,7 +25,7 @@ from tpupipe.stages.train_worker import TrainPlan, train_worker
 
 logger = logging.getLogger("tpupipe")
 
-PARTING_S = 5.0  # what a group that was dismissed may take to end by itself
+DISMISS_S = 5.0  # what a group that was dismissed may take to end by itself
 END_TIMEOUT_S = 30.0
 POLL_S = 0.1
 SPARE_FROM_S = 20.0  # work that ends sooner is not worth a second set of processes
@@ -120,7 +120,7 @@ class TrainGroup:
             self._scratch.cleanup()
 
     def _ended(self) -> None:
-        ends_itself = time.monotonic() if self._dismissed_s is None else self._dismissed_s + PARTING_S
+        ends_itself = time.monotonic() if self._dismissed_s is None else self._dismissed_s + DISMISS_S
         given_up = time.monotonic() + END_TIMEOUT_S
         while self.running(POLL_S):
             if time.monotonic() > ends_itself:
