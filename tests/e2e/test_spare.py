@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from ray.util import placement_group_table
 
 from tests.e2e import small
 from tests.e2e.harness import Runner, World, connection, nothing_is_held
+from tests.processes import until
 from tpupipe.job import Train
 from tpupipe.run import RunResult
 from tpupipe.stages import train_group
@@ -54,12 +54,6 @@ def test_a_spare_that_is_not_needed_leaves_nothing(runner: Runner, undisturbed: 
 def test_a_group_that_waits_for_lost_hosts_is_ended(world: World) -> None:
     """It asks for a host that is gone, so it never hears that it is not needed: no thread is left, and no request once the driver is gone."""
 
-    def until(met: Callable[[], bool]) -> bool:
-        ends = time.monotonic() + 30
-        while not met() and time.monotonic() < ends:
-            time.sleep(0.1)
-        return met()
-
     def states() -> list[str]:
         return [str(group["state"]) for group in placement_group_table().values()]
 
@@ -69,11 +63,11 @@ def test_a_group_that_waits_for_lost_hosts_is_ended(world: World) -> None:
         run = SimpleNamespace(paths=RunPaths("small", "gone"), reservation=lost, coordinator=CoordinatorHandle.create())
         before = states().count("PENDING")
         group = train_group.TrainGroup(train, run)  # type: ignore[arg-type] # what it needs of a run
-        assert until(lambda: states().count("PENDING") > before)
+        until(lambda: states().count("PENDING") > before, told=states)
         began = time.monotonic()
         group.end()
         assert not group.running()
         assert time.monotonic() - began < train_group.END_TIMEOUT_S
     with connection(world):
-        assert until(lambda: states().count("PENDING") == before)
+        until(lambda: states().count("PENDING") == before, told=states)
     nothing_is_held(world)

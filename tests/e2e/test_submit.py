@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tests.e2e.harness import REPOSITORY, Runner
+from tests.processes import until
 from tpupipe.config import Config
 
 FOLDER = REPOSITORY / "tests" / "e2e"
@@ -25,11 +25,10 @@ def submit(runner: Runner, name: str, config: Config) -> tuple[JobStatus, str]:
         entrypoint=f"python -m small -c {file} --run {runner.name}{name}",
         runtime_env={"working_dir": str(FOLDER), "excludes": ["__pycache__"]},
     )
-    ends = time.monotonic() + 200
-    while not (status := client.get_job_status(job)).is_terminal():
-        assert time.monotonic() < ends, client.get_job_logs(job)[-3000:]
-        time.sleep(0.5)
-    return status, client.get_job_logs(job)
+    until(
+        lambda: client.get_job_status(job).is_terminal(), timeout_s=200, told=lambda: client.get_job_logs(job)[-3000:]
+    )
+    return client.get_job_status(job), client.get_job_logs(job)
 
 
 @pytest.mark.soak

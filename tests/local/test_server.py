@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.processes import until
 from tpupipe.errors import ClusterError
 from tpupipe.local import guard, server
 from tpupipe.local.server import embedded_store, ensure_bucket
@@ -27,13 +27,6 @@ with embedded_store(Path(sys.argv[1])) as url:
     print(url)
     sys.stdin.readline()
 """
-
-
-def until(condition, timeout_s=20.0):
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, "waited in vain"
-        time.sleep(0.02)
 
 
 def servers(root):
@@ -201,7 +194,7 @@ def test_an_unfinished_upload_does_not_hide_a_bucket(tmp_path):
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
-    """The folder cannot be served: an error with the end of the server's log, within the time-out, nothing left."""
+    """The folder cannot be served: an error with the end of the server's log, nothing left."""
     own = tmp_path / "server"
 
     def broken():
@@ -209,10 +202,8 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
             [sys.executable, "-c", "import sys; sys.exit('no disk here')"], {"endpoint": "http://127.0.0.1:9"}
         )
 
-    started = time.monotonic()
     with pytest.raises(ClusterError, match="no disk here") as caught, guard.guarded(own, broken, lambda _: False):
         pytest.fail("a server that never answered was handed out")
-    assert time.monotonic() - started < 20
     assert caught.value.data["log"] == str(own / "child.log")
     assert guard.running(own) is None
 
@@ -240,7 +231,7 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path):
     child = guard.Child([sys.executable, "-c", code], {})
     with guard.guarded(own, lambda: child, lambda _: ready.exists()):
         pass
-    until(lambda: guard._guard_pid(own) is None, 15)
+    until(lambda: guard._guard_pid(own) is None)
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"611.{os.getpid()}" in (p.info["cmdline"] or [])]
 
 

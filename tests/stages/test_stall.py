@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ class Coordinator:
 
 STALLED = 0
 place = SimpleNamespace(store=open_store({uri!r}), paths=RunPaths("job", "run"), stage="lm")
-restoring, stepping = Phase(1.0, "while restoring", "restore_timeout_s"), Phase(0.5, "in a step")
+restoring, stepping = Phase(1.0, "while restoring", "restore_timeout_s"), Phase(0.7, "in a step")
 watchdog = Watchdog(Phase(60.0, "while starting", key=""), "rank 1", place, Coordinator(), step=5, rank=1)
 
 def the_culprit():
@@ -49,29 +48,28 @@ print("survived")
 
 @pytest.fixture
 def ended(tmp_path: Path):
-    """Runs code under a watchdog; gives exit status, output, records, stacks and seconds."""
+    """Runs code under a watchdog; gives exit status, what it printed, and the stacks."""
 
     def run(body: str, told: str = "print(json.dumps(record), flush=True)"):
-        began = time.monotonic()
         uri = f"file://{tmp_path}/store"
         done = subprocess.run(
             [sys.executable, "-c", _CODE.format(uri=uri, body=body, told=told)],
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=120,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
         store = open_store(uri)
         stacks = [store.read(info.name).decode() for info in store.list(f"{PATHS.stage('lm')}/stalls/")]
-        return done.returncode, done.stdout, stacks, time.monotonic() - began
+        return done.returncode, done.stdout, stacks
 
     return run
 
 
 def test_a_phase_without_progress_ends_the_process_and_names_the_phase_the_step_and_the_stacks(ended):
     """Hanging while restoring, whose bound is 1 s: exit status 70, and the stacks show the function that hangs."""
-    status, output, stacks, _ = ended("watchdog.enter(restoring); the_culprit()")
+    status, output, stacks = ended("watchdog.enter(restoring); the_culprit()")
     assert status == EXIT_STATUS
     record = json.loads(output)
     assert record["phase"] == "no progress while restoring (restore_timeout_s 1)"
@@ -82,32 +80,31 @@ def test_a_phase_without_progress_ends_the_process_and_names_the_phase_the_step_
 
 
 def test_each_phase_has_its_own_bound(ended):
-    """0.8 s in a phase of 1 s, then steps of 0.3 s of at most 0.5 s: no end; the step is told that was reached last."""
-    body = "watchdog.enter(restoring); time.sleep(0.8); watchdog.enter(stepping)\n"
-    body += "    for step in range(6, 9):\n        time.sleep(0.3); watchdog.beat(step)\n"
-    status, output, stacks, _ = ended(body)
+    """A second in a phase of 5 s, then steps of 0.1 s of at most 0.7 s: no end; the step is told that was reached last."""
+    body = "watchdog.enter(Phase(5.0, 'while restoring')); time.sleep(1); watchdog.enter(stepping)\n"
+    body += "    for step in range(6, 16):\n        time.sleep(0.1); watchdog.beat(step)\n"
+    status, output, stacks = ended(body)
     assert (status, output, stacks) == (0, "survived\n", [])
-    status, output, _, _ = ended(body + "    the_culprit()")
+    status, output, _ = ended(body + "    the_culprit()")
     assert status == EXIT_STATUS
-    assert json.loads(output)["step"] == 8
-    assert json.loads(output)["phase"] == "no progress in a step (stall_timeout_s 0.5)"
+    assert json.loads(output)["step"] == 15
+    assert json.loads(output)["phase"] == "no progress in a step (stall_timeout_s 0.7)"
 
 
 def test_a_process_that_waits_for_one_that_stalled_tells_of_its_stacks_too(ended):
-    """It has been silent for half of its own bound of 20 s when another one ends: it ends at once, and not after 20 s."""
+    """It has been silent for half of its own bound of 10 minutes when another one ends: it ends too, long before those."""
     body = "watchdog._peers = ('group', 1); STALLED = 1\n"
-    body += "    watchdog.enter(Phase(20.0, 'in a step')); watchdog._last -= 10; the_culprit()"
-    status, _, stacks, seconds = ended(body)
+    body += "    watchdog.enter(Phase(600.0, 'in a step')); watchdog._last -= 300; the_culprit()"
+    status, _, stacks = ended(body)
     assert status == EXIT_STATUS
     assert "the_culprit" in stacks[0]
-    assert seconds < 20
     body = "watchdog._peers = ('group', 1); STALLED = 1\n"
-    body += "    watchdog.enter(Phase(20.0, 'in a step')); time.sleep(1.5)"
+    body += "    watchdog.enter(Phase(600.0, 'in a step')); time.sleep(1.5)"
     assert ended(body)[1] == "survived\n", "it made progress a moment ago"
 
 
 def test_nobody_to_tell_does_not_keep_a_stalled_process(ended):
     """The coordinator is gone: the stacks are kept, and the process ends all the same."""
-    status, _, stacks, _ = ended("watchdog.enter(stepping); the_culprit()", told="raise TimeoutError('gone')")
+    status, _, stacks = ended("watchdog.enter(stepping); the_culprit()", told="raise TimeoutError('gone')")
     assert status == EXIT_STATUS
     assert len(stacks) == 1

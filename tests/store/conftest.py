@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,17 +100,3 @@ def process() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 def _environment() -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Polls a condition; fails the test if it does not come true in time."""
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, "waited in vain"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def until() -> Callable[..., None]:
-    """Polls a condition; fails the test if it does not come true in time."""
-    return wait_until

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.places import Place
-from tests.processes import killed_at_the_end
+from tests.processes import killed_at_the_end, until
 from tpupipe.errors import ObjectNotFoundError
 from tpupipe.store.layout import RunPaths, parse_lease
 from tpupipe.store.lease import Standing, read_standing
@@ -216,11 +216,11 @@ def test_drivers_at_the_same_instant_have_one_winner_always(raced: Raced) -> Non
 
 
 def test_two_plain_commands_started_together_have_one_winner(
-    raced: Raced, drive: Callable[..., subprocess.Popen[str]], until: Callable[..., None]
+    raced: Raced, drive: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """The command line as it is, twice at once: one exits 4, the other has the run."""
     drivers = [drive(f"log{me}", "a", *HANG) for me in (0, 1)]
-    until(lambda: any(driver.poll() is not None for driver in drivers), timeout_s=60)
+    until(lambda: any(driver.poll() is not None for driver in drivers))
     (loser,) = [me for me in (0, 1) if drivers[me].poll() is not None]
     winner = drivers[1 - loser]
     assert drivers[loser].returncode == 4, raced.log(f"log{loser}")
@@ -233,11 +233,11 @@ def test_two_plain_commands_started_together_have_one_winner(
 
 @pytest.mark.parametrize("place", ["gs"], indirect=True)
 def test_a_second_driver_is_refused_and_one_that_insists_has_the_run(
-    raced: Raced, drive: Callable[..., subprocess.Popen[str]], until: Callable[..., None]
+    raced: Raced, drive: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Exit 4 as text and as JSON; with --take-over it is the first one that ends with 4 and leaves the result alone."""
     first = drive("first", "a", *HANG)
-    until(lambda: "attempt 1" in raced.log("first"), timeout_s=60)
+    until(lambda: "attempt 1" in raced.log("first"))
     assert drive("text", "a").wait(60) == 4
     is_told_who_holds_the_run(raced.log("text"), "a", first.pid)
     assert drive("json", "a", "--json").wait(60) == 4
@@ -247,7 +247,7 @@ def test_a_second_driver_is_refused_and_one_that_insists_has_the_run(
     assert raced.epochs("a") == [1]
 
     second = drive("second", "a", "--take-over", *HANG)
-    until(lambda: "attempt 2" in raced.log("second"), timeout_s=60)
+    until(lambda: "attempt 2" in raced.log("second"))
     standing = raced.standing("a")
     assert standing is not None
     assert (standing.owner.pid, standing.epoch) == (second.pid, 2)
@@ -264,30 +264,28 @@ def test_a_second_driver_is_refused_and_one_that_insists_has_the_run(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("place", ["gs"], indirect=True)
-def test_the_lease_of_a_paused_driver_expires(
-    raced: Raced, drive: Callable[..., subprocess.Popen[str]], until: Callable[..., None]
-) -> None:
+def test_the_lease_of_a_paused_driver_expires(raced: Raced, drive: Callable[..., subprocess.Popen[str]]) -> None:
     """Paused for less than 30 s it keeps the run; after that the next driver has it without asking."""
     first = drive("first", "a", *HANG)
-    until(lambda: "attempt 1" in raced.log("first"), timeout_s=60)
+    until(lambda: "attempt 1" in raced.log("first"))
     first.send_signal(signal.SIGSTOP)
     assert drive("early", "a").wait(60) == 4
     taken: list[subprocess.Popen[str]] = []
 
     def taken_over() -> bool:
         driver = drive("next", "a", *HANG)
-        until(lambda: driver.poll() is not None or "attempt 2" in raced.log("next"), timeout_s=60)
+        until(lambda: driver.poll() is not None or "attempt 2" in raced.log("next"))
         taken.append(driver)
         return driver.poll() is None
 
     last = raced.standing("a")
     assert last is not None
-    until(lambda: time.time() > last.said_s + 25, timeout_s=60)
+    until(lambda: time.time() > last.said_s + 25)
     assert drive("late", "a").wait(60) == 4, "25 s are not enough"
-    until(taken_over, timeout_s=60)
+    until(taken_over)
     assert time.time() > last.said_s + 30
     first.send_signal(signal.SIGCONT)
-    until(lambda: "is lost" in raced.log("first"), timeout_s=60)
+    until(lambda: "is lost" in raced.log("first"))
     first.terminate()
     assert first.wait(60) == 4, raced.log("first")
     taken[-1].terminate()

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import until
 from tpupipe.errors import FencedError, RunHeldError, StoreDeniedError, StoreError
 from tpupipe.faults import points
 from tpupipe.store.layout import RunPaths
@@ -151,12 +152,12 @@ def test_a_held_run_is_refused_with_who_holds_it(store):
             acquire(store, PATHS, Owner.here("another"))
         error = pickle.loads(pickle.dumps(caught.value))
         assert (error.data["host"], error.data["pid"], error.exit_status) == (lease.owner.host, os.getpid(), 4)
-        assert abs(error.data["last_beat"] - time.time()) < 5
+        assert abs(error.data["last_beat"] - time.time()) < 60
         assert "take the run over" in error.hint
         lease.check()
 
 
-def test_it_beats(store, until):
+def test_it_beats(store):
     """The beat object changes while the lease is held."""
     with acquire(store, PATHS, Owner.here(), beat_s=0.05):
         until(lambda: read_standing(store, PATHS).beat >= 3)
@@ -175,7 +176,7 @@ def test_taking_over_fences_the_other(store):
                 assert caught.value.exit_status == 4
 
 
-def test_a_fenced_holder_notices_by_itself(store, until):
+def test_a_fenced_holder_notices_by_itself(store):
     """The beating thread finds the higher epoch without a commit being tried."""
     told = []
     with (
@@ -228,10 +229,8 @@ def test_a_holder_that_was_killed_here_is_replaced_at_once(place, store, process
         acquire(store, PATHS, Owner.here())
     driver.kill()
     driver.wait()
-    started = time.monotonic()
-    with acquire(store, PATHS, Owner.here()) as ours:
+    with acquire(store, PATHS, Owner.here(), on_wait=lambda *_: pytest.fail("waited for the dead")) as ours:
         assert ours.epoch == 2
-    assert time.monotonic() - started < 3
 
 
 def test_a_process_id_that_was_given_again_is_another_process(store):
@@ -241,7 +240,7 @@ def test_a_process_id_that_was_given_again_is_another_process(store):
         assert ours.epoch == 2
 
 
-def test_a_zombie_is_refused(place, store, process, until):
+def test_a_zombie_is_refused(place, store, process):
     """A driver stopped for longer than the lease lives loses the run; woken, its check refuses the commit."""
     driver = process(_driver(place, "ttl_s=1.0, beat_s=0.2"))
     assert driver.stdout.readline() == "1\n"
@@ -312,7 +311,7 @@ def attempt(me):
 # -- a store that fails -----------------------------------------------------------------------------------
 
 
-def test_without_a_beat_nothing_is_committed_and_nothing_is_lost(proxy, until, caplog):
+def test_without_a_beat_nothing_is_committed_and_nothing_is_lost(proxy, caplog):
     """No beat gets through for the time to live: the check gives the store's error. When the store is back, it permits."""
     store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
     with acquire(store, RunPaths("lm", f"r{time.time_ns()}"), Owner.here(), ttl_s=1.0, beat_s=0.1) as lease:
@@ -326,7 +325,7 @@ def test_without_a_beat_nothing_is_committed_and_nothing_is_lost(proxy, until, c
         lease.check()
 
 
-def test_a_run_that_is_taken_from_a_silent_driver_is_lost(proxy, until, endpoint, caplog):
+def test_a_run_that_is_taken_from_a_silent_driver_is_lost(proxy, endpoint, caplog):
     """Its beats do not get through, those of the other one do: it hears of it although it cannot speak."""
     told: list[str] = []
     paths = RunPaths("lm", f"r{time.time_ns()}")
@@ -344,7 +343,7 @@ def test_a_run_that_is_taken_from_a_silent_driver_is_lost(proxy, until, endpoint
             other.check()
 
 
-def test_a_lease_outlives_a_short_failure(proxy, until):
+def test_a_lease_outlives_a_short_failure(proxy):
     """A few failed beats within the time to live change nothing."""
     store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
     paths = RunPaths("lm", f"r{time.time_ns()}")
@@ -354,7 +353,7 @@ def test_a_lease_outlives_a_short_failure(proxy, until):
         lease.check()
 
 
-def test_a_first_beat_that_fails_is_tried_again(proxy, until):
+def test_a_first_beat_that_fails_is_tried_again(proxy):
     """The lease is made, then the store refuses for a while: the driver keeps its lease and beats when it can."""
     store = open_store("gs://lease-beats/p", endpoint=proxy.endpoint, timeout_s=5)
     paths = RunPaths("lm", f"r{time.time_ns()}")
@@ -464,7 +463,7 @@ def beats():
     points.arm(None)
 
 
-def test_an_exception_is_a_missed_beat(store, beats, until):
+def test_an_exception_is_a_missed_beat(store, beats):
     """Whatever it is: the thread goes on, and the next beat gets through."""
 
     def fail(beat):
@@ -480,7 +479,7 @@ def test_an_exception_is_a_missed_beat(store, beats, until):
     assert failed == [2, 2, 2]
 
 
-def test_exceptions_for_the_time_to_live_lose_nothing(store, beats, until, caplog):
+def test_exceptions_for_the_time_to_live_lose_nothing(store, beats, caplog):
     """No beat of the thread at all: the check beats itself, and permits."""
 
     def fail(_):
@@ -494,7 +493,7 @@ def test_exceptions_for_the_time_to_live_lose_nothing(store, beats, until, caplo
         assert read_standing(store, PATHS).beat == 2
 
 
-def test_a_thread_that_hangs_is_stood_in_for_by_the_next_commit(store, beats, until):
+def test_a_thread_that_hangs_is_stood_in_for_by_the_next_commit(store, beats):
     """The owner is alive and nobody took the run: its check beats, permits, and the release does not wait for ever.
 
     When the thread wakes up after that, it does not take the release back.
@@ -518,7 +517,7 @@ def test_a_thread_that_hangs_is_stood_in_for_by_the_next_commit(store, beats, un
     assert read_standing(store, PATHS).released
 
 
-def test_a_hung_owner_whose_run_was_taken_is_refused(store, beats, until):
+def test_a_hung_owner_whose_run_was_taken_is_refused(store, beats):
     """Standing in for the thread is no way around the fence."""
     hangs, wake = threading.Event(), threading.Event()
     beats(lambda _: (hangs.set(), wake.wait(30)))

@@ -107,8 +107,8 @@ def test_work_that_hangs_is_given_up():
     release = threading.Event()
     started = time.monotonic()
     with pytest.raises(StoreTimeoutError, match=r"no answer within 0\.2 s"):
-        run_it(RetryPolicy(0.2, 1), lambda _: release.wait(20))
-    assert time.monotonic() - started < 2
+        run_it(RetryPolicy(0.2, 1), lambda _: release.wait(60))
+    assert time.monotonic() - started < 30
     release.set()
 
 
