@@ -131,6 +131,10 @@ class CheckpointSaveError(CheckpointError, OSError):
     """A (background) save failed; the run must not go on as if it had not."""
 
 
+class CheckpointReadError(CheckpointError, OSError):
+    """The arrays of a checkpoint that was intact could not be read: it was damaged since, or the store was away."""
+
+
 class NoIntactCheckpointError(CheckpointError, FileNotFoundError):
     """Committed checkpoints exist, but none is intact. Nothing was deleted."""
 

@@ -393,10 +393,10 @@ def test_parameters_that_are_computed_come_from_the_whole_state(jax, file_store,
 
 
 def test_arrays_that_cannot_be_read_are_an_error(file_place, run_python):
-    """Array files are gone although nobody verified them: CheckpointError naming the folder, no partial state."""
+    """Array files are gone although nobody verified them: CheckpointReadError naming the folder, no partial state."""
     said = run_python(f"""
 import os
-from tpupipe.errors import CheckpointError
+from tpupipe.errors import CheckpointReadError
 store = open_store({file_place.uri!r})
 s = saver(store)
 s.save(3, tree(), {{}})
@@ -408,12 +408,12 @@ for o in found.commit.objects:
 try:
     restore(store, found.folder, found.commit, abstract(tree()))
     print("restored")
-except CheckpointError as error:
+except CheckpointReadError as error:
     print(type(error).__name__, error.data["folder"] == found.folder, error.message)
 sys.stdout.flush()
 os._exit(0)  # Orbax leaves callbacks behind that complain at exit
 """)
-    assert said.startswith("CheckpointError True Reading the arrays of step 3 at ")
+    assert said.startswith("CheckpointReadError True Reading the arrays of step 3 at ")
 
 
 def test_the_record_lists_what_the_store_holds(file_store, two_layers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpupipe.checkpoint.verify import list_checkpoints, newest_intact
+from tpupipe.checkpoint.verify import list_checkpoints, newest_intact, reads_whole
 from tpupipe.errors import NoIntactCheckpointError, ObjectNotFoundError, StoreDeniedError, StoreError
 from tpupipe.store.objects import open_store
 
@@ -64,6 +64,17 @@ def test_all_damaged_is_an_error_and_nothing_is_deleted(shelf, how):
         newest_intact(shelf.store, shelf.paths, STAGE)
     assert sorted(caught.value.data["damaged"]) == folders
     assert shelf.names() == before
+
+
+@pytest.mark.parametrize("how", [None, *DAMAGES[:3]])
+def test_what_could_not_be_read_is_whole_or_damaged(shelf, how):
+    """Each object is compared with the record, its content too; the record itself is known already."""
+    folder = shelf.put(10)
+    commit = newest_intact(shelf.store, shelf.paths, STAGE).commit
+    if how:
+        shelf.damage(folder, how)
+    assert reads_whole(shelf.store, folder, commit) == (how is None)
+    assert not reads_whole(shelf.store, folder.replace("10-", "11-"), commit)
 
 
 def test_an_excluded_checkpoint_is_passed_over(shelf):

@@ -6,17 +6,22 @@ import os
 import pickle
 from pathlib import Path
 
+import aiohttp
+import gcsfs.retry
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import requests
+from fsspec.exceptions import FSTimeoutError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpupipe.data.listing import input_errors
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import Files, JsonLines, Parquet, Part, fingerprint_units, make_units
 from tpupipe.data.windows import read_windows
-from tpupipe.errors import DataError, JobError
+from tpupipe.errors import DataError, JobError, StoreDeniedError, StoreError, StoreUnavailableError
 
 
 def write(folder, files):
@@ -314,3 +319,29 @@ def test_declarations_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (gcsfs.retry.HttpError({"code": 503, "message": "busy"}), StoreUnavailableError),
+        (gcsfs.retry.HttpError({"code": 429, "message": "slower"}), StoreUnavailableError),
+        (gcsfs.retry.ChecksumError("half of it"), StoreUnavailableError),
+        (aiohttp.ServerDisconnectedError(), StoreUnavailableError),
+        (requests.exceptions.ConnectionError("reset"), StoreUnavailableError),
+        (FSTimeoutError(), StoreUnavailableError),
+        (ConnectionResetError(104, "reset"), StoreUnavailableError),
+        (gcsfs.retry.HttpError({"code": 400, "message": "what?"}), StoreError),
+        (OSError(5, "Input/output error"), StoreError),
+        (gcsfs.retry.HttpError({"code": 403, "message": "no"}), StoreDeniedError),
+        (FileNotFoundError("a"), DataError),
+        (ZeroDivisionError("a bug"), ZeroDivisionError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.__name__,
+)
+def test_what_a_file_system_raises(raised, error):
+    """A store that is away may be there later; anything else is an answer, and a bug stays one."""
+    with pytest.raises(error) as caught, input_errors("read", "gs://b/a"):
+        raise raised
+    assert type(caught.value) is error
+    assert error is ZeroDivisionError or "gs://b/a" in str(caught.value)

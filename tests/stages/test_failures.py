@@ -11,8 +11,8 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from tpupipe.config import BudgetsConfig
 from tpupipe.errors import (
     BudgetExceededError,
-    CheckpointError,
     CheckpointMismatchError,
+    CheckpointReadError,
     CheckpointSaveError,
     DataError,
     FencedError,
@@ -201,7 +201,7 @@ FINAL = [
 ]
 PASSING = [
     StageError("waited in vain"),
-    CheckpointError("cannot read arrays"),
+    CheckpointReadError("cannot read arrays"),
     NoIntactCheckpointError("none"),
     StoreUnavailableError("503"),
 ]
@@ -275,7 +275,7 @@ def test_a_stall_for_want_of_a_host_is_the_loss_of_the_host():
 
 
 @pytest.mark.parametrize(
-    "error", [StoreUnavailableError("503"), StoreTimeoutError("nothing"), CheckpointError("cannot read the arrays")]
+    "error", [StoreUnavailableError("503"), StoreTimeoutError("nothing"), CheckpointReadError("cannot")]
 )
 def test_a_store_that_a_worker_could_not_reach(error):
     """Reading data or a checkpoint that turned out to be whole: the store's budget, whoever else fell over."""

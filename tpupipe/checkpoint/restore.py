@@ -7,7 +7,7 @@ from typing import Any
 
 from tpupipe.checkpoint.commit import Commit, tree_differences
 from tpupipe.checkpoint.tree import leaves_of
-from tpupipe.errors import CheckpointError, CheckpointMismatchError
+from tpupipe.errors import CheckpointMismatchError, CheckpointReadError
 from tpupipe.faults.points import point
 from tpupipe.store.objects import Store
 
@@ -46,7 +46,7 @@ def restore(store: Store, folder: str, commit: Commit, abstract: Any) -> Any:
 
     Raises:
         CheckpointMismatchError: The saved tree is another one.
-        CheckpointError: The arrays cannot be read.
+        CheckpointReadError: The arrays cannot be read.
     """
     check_tree(commit, abstract)
     point("restore.start", step=commit.step)
@@ -66,7 +66,7 @@ def restore_params(store: Store, folder: str, commit: Commit, abstract: Any, par
         params: The training stage's ``params``.
 
     Raises:
-        CheckpointMismatchError, CheckpointError: As ``restore``.
+        CheckpointMismatchError, CheckpointReadError: As ``restore``.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -102,7 +102,7 @@ def _read(store: Store, folder: str, commit: Commit, abstract: Any) -> Any:
             where, args=ocp.args.PyTreeRestore(item=abstract, restore_args=jax.tree.map(restore_args, abstract))
         )
     except Exception as error:
-        raise CheckpointError(
+        raise CheckpointReadError(
             f"Reading the arrays of step {commit.step} at {where} failed: {type(error).__name__}: {error}",
             step=commit.step,
             folder=folder,

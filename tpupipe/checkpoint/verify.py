@@ -184,6 +184,24 @@ def problems(store: Store, found: Found, commit: Commit, *, deep: bool) -> Itera
             yield from _content_problem(store, f"{found.folder}/{wanted.name}", wanted.name, wanted.crc32c)
 
 
+def reads_whole(store: Store, folder: str, commit: Commit) -> bool:
+    """Whether a checkpoint that could not be restored is intact byte by byte: then the store or the network failed.
+
+    Args:
+        store: Where it is.
+        folder: Its folder.
+        commit: Its record.
+
+    Raises:
+        StoreError: That cannot be said.
+    """
+    parsed = parse_checkpoint(folder)
+    if parsed is None:
+        return False
+    objects = {info.name.removeprefix(f"{folder}/"): info for info in store.list(f"{folder}/")}
+    return not any(True for _ in problems(store, Found(*parsed, folder, objects), commit, deep=True))
+
+
 def _content_problem(store: Store, name: str, shown: str, crc32c: int) -> Iterator[str]:
     try:
         actual = store.checksum(name)

@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tpupipe.errors import DataError, StoreDeniedError, StoreError, TpupipeError
+from tpupipe.errors import DataError, StoreDeniedError, StoreError, StoreUnavailableError, TpupipeError
 
-_REMOTE_LIBRARIES = ("gcsfs", "aiohttp", "google")  # their errors are not all OSErrors
+_REMOTE_LIBRARIES = ("gcsfs", "aiohttp", "google", "requests")  # their errors are not all OSErrors
 _MAGIC = re.compile(r"[*?\[]")
 
 
@@ -48,6 +48,7 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
 
     Raises:
         DataError: The file does not exist.
+        StoreUnavailableError: The store was asked again and again, and may be there later.
         StoreError: Anything else that went wrong between here and the file.
     """
     try:
@@ -57,7 +58,8 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"The input {path} does not exist (any more).", path=path) from error
     except Exception as error:
-        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _REMOTE_LIBRARIES:
+        remote = type(error).__module__.partition(".")[0] in _REMOTE_LIBRARIES
+        if not isinstance(error, OSError) and not remote:
             raise
         # gcsfs makes a plain OSError of a 403, with this word in front.
         forbidden = isinstance(error, OSError) and error.errno is None and str(error).startswith("Forbidden: ")
@@ -68,7 +70,19 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
                 operation=operation,
                 uri=path,
             ) from error
-        raise StoreError(f"Could not {operation} the input {path}: {error}", operation=operation, uri=path) from error
+        away = isinstance(error, (TimeoutError, ConnectionError)) or (remote and _worth_another_try(error))
+        raise (StoreUnavailableError if away else StoreError)(
+            f"Could not {operation} the input {path}: {type(error).__name__}: {' '.join(str(error).split())}",
+            operation=operation,
+            uri=path,
+        ) from error
+
+
+def _worth_another_try(error: Exception) -> bool:
+    """Whether gcsfs asks again after this, as it has done when it raises it."""
+    from gcsfs.retry import is_retriable
+
+    return bool(is_retriable(error))
 
 
 def list_files(

@@ -119,7 +119,7 @@ class StageContext:
         """The state to begin from, placed as ``abstract``'s shardings say; ``None`` for a fresh start.
 
         Raises:
-            CheckpointMismatchError, CheckpointError: It is another tree, or cannot be read.
+            CheckpointMismatchError, CheckpointReadError: It is another tree, or cannot be read.
         """
         if self._start is None:
             return None

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.checkpoint.restore import restore_params
-from tpupipe.checkpoint.verify import newest_intact
+from tpupipe.checkpoint.verify import newest_intact, reads_whole
 from tpupipe.config import StoreConfig
 from tpupipe.data.pretrained import Pretrained
 from tpupipe.errors import JobError, NoIntactCheckpointError
@@ -54,6 +54,10 @@ class ParamsSource(ABC):
         Args:
             shardings: ``shardings(tree) -> tree`` of ``jax.sharding.Sharding``, one for every leaf with a shape.
         """
+
+    def reads_whole(self) -> bool:
+        """Whether what ``load`` could not read is what it was when it was found: then the store or the network failed."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,10 @@ class CheckpointParams(ParamsSource):
             shardings(shapes),
         )
         return restore_params(self.store, self.folder, self.commit, abstract, self.params)
+
+    def reads_whole(self) -> bool:
+        """Byte by byte."""
+        return reads_whole(self.store, self.folder, self.commit)
 
 
 @dataclass(frozen=True)

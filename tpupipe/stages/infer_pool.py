@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tpupipe.cluster.reservation import Host
 from tpupipe.data.sources import Unit
-from tpupipe.errors import BadRowError, StageError, TpupipeError
+from tpupipe.errors import BadRowError, CheckpointReadError, StageError, TpupipeError
 from tpupipe.job import Infer, Quarantine
 from tpupipe.ledger.events import Seconds
 from tpupipe.programs.infer_rows import refused
@@ -27,7 +27,7 @@ from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.infer_worker import InferPlan, InferWorker, UnitDone, UnitFailed
 from tpupipe.stages.lockstep import Lockstep
 from tpupipe.stages.progress import UnitProgress
-from tpupipe.stages.retry import charge, leave_draining, loss_of
+from tpupipe.stages.retry import answered, charge, leave_draining, loss_of
 from tpupipe.stages.unit_failures import Next, UnitFailures, died_error, trial_order
 
 IN_FLIGHT = 3  # one is read, one computed, one written
@@ -311,9 +311,7 @@ class InferPool:
         lost_as = loss_of(reservation, lost) if reservation and lost else None
         gone = self._workers if lost else [worker]
         if self._errors:  # it did not die, it said why it could not start
-            if not all(map(unreachable, self._errors)):
-                raise self._errors[0]
-            self._charge_store(self._errors)
+            self._charge_start()
         else:
             failure = self._failure(worker, detail, lost_as)
             if not lost and len(worker.given) == 1 and worker.has_started():
@@ -349,6 +347,16 @@ class InferPool:
             what = f"inference worker {worker.rank}: {stalls[0]['phase']}"
             return Failure(Kind.STALLED, None, what, stalls[0]["traceback"], stalls[0]["uri"])
         return Failure(Kind.WORKER, None, f"inference worker {worker.rank} died", detail)
+
+    def _charge_start(self) -> None:
+        """Charges what kept a worker from starting to the store, if that is what it was; raises it otherwise."""
+        unread = [e for e in self._errors if isinstance(e, CheckpointReadError)]
+        final = [e for e in self._errors if not unreachable(e) and e not in unread]
+        if final:
+            raise final[0]
+        if unread and not answered(self._run, self._budget, self._plan.params.reads_whole):
+            raise unread[0]
+        self._charge_store(self._errors)
 
     def _charge_store(self, errors: list[TpupipeError]) -> None:
         what = errors[0].message.splitlines()[0]

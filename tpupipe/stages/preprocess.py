@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
 import pickle
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from ray.exceptions import RayError
 from tpupipe.data.columns import to_numpy, to_table
 from tpupipe.data.read import read_unit
 from tpupipe.data.sources import Source, Unit, fingerprint_units
-from tpupipe.errors import TpupipeError, UserCodeError
+from tpupipe.errors import StoreError, TpupipeError, UserCodeError
 from tpupipe.faults.plan import Action, Fault
 from tpupipe.faults.points import point
 from tpupipe.job import Preprocess
@@ -30,11 +31,11 @@ from tpupipe.programs.user_code import user_code
 from tpupipe.stages.base import StageRun, arm_worker, failure_of, reported, told_errors
 from tpupipe.stages.committed import Compaction, PendingUnits, resume_units
 from tpupipe.stages.coordinator import CoordinatorHandle
-from tpupipe.stages.failures import Budget
+from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.finished import units_done
 from tpupipe.stages.progress import UnitProgress
 from tpupipe.stages.result import StageResult
-from tpupipe.stages.retry import answered
+from tpupipe.stages.retry import answered, charge
 from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
 from tpupipe.stages.unit_failures import (
     UnitFailures,
@@ -64,8 +65,16 @@ class FailedUnit:
 
 
 @dataclass(frozen=True)
+class UnitAway:
+    """A unit for which the store could not be reached: nothing is known of the unit itself."""
+
+    unit: str
+    error: StoreError
+
+
+@dataclass(frozen=True)
 class UnitTask:
-    """What a Ray Data task does with one unit. Sent to workers."""
+    """What a Ray Data task does with one unit, in one of the passes over those that are to do. Sent to workers."""
 
     source: Source
     map: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -75,23 +84,28 @@ class UnitTask:
     faults: tuple[Fault, ...]
     unit_failures: int
     stall_timeout_s: float
+    number: int = 0  # of the pass
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Reads, maps and commits the unit of one row of the dataset of units.
 
         Returns:
-            The committed unit; or the unit and its error, if that failed too often. An error that is not about the unit
-            is raised.
+            The committed unit; or the unit and its error, if that failed too often or the store was away. Any other
+            error that is not about the unit is raised.
         """
         unit, index = pickle.loads(row["unit"]), row["index"]  # noqa: S301 - made by the driver
         arm_worker(self.faults, self.coordinator, self.target, stage=self.target.stage)
         error: TpupipeError | None = None
         # Counted over processes: Ray Data repeats a task whose process died for ever.
-        while self.coordinator.count(f"{self.target.stage}/{unit.id}") <= self.unit_failures:
+        while self.coordinator.count(f"{self.target.stage}/{self.number}/{unit.id}") <= self.unit_failures:
             watchdog = Watchdog(self.stall_timeout_s, f"unit {unit.id}", self.target, self.coordinator, unit=unit.id)
             try:
                 with reported(self.coordinator, unit=unit.id), watchdog.watching():
                     committed = self._run(unit, index)
+            except StoreError as raised:
+                if not unreachable(raised):
+                    raise
+                return {"committed": pickle.dumps(UnitAway(unit.id, raised))}
             except TpupipeError as raised:
                 if not is_the_units_own(raised):
                     raise
@@ -121,13 +135,14 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         UserCodeError: The job's function raises on the first units it is given.
         UnitsSetAsideError: Some units failed again and again; all others are committed.
         StageError: Ray gave up on the stage.
+        BudgetExceededError: The store was away too often.
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
     units = run.inputs[stage.source]
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
-    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+    budget = _budget(stage, run)
     pending, reused = answered(run, budget, lambda: resume_units(run, stage.name, units, ""))
     run.log.emit(
         "stage",
@@ -141,7 +156,7 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
         failures = UnitFailures(stage.name, allowed, probes_of(pending), succeeded=bool(reused))
         with Compaction(run, stage.name, reused) as compaction:
             if pending:
-                _map_units(stage, run, pending, failures, compaction)
+                _map_units(stage, run, pending, budget=budget, failures=failures, compaction=compaction)
         committed = compaction.committed
         failures.check(first_inputs(pending, failures.set_aside), len(committed))
         facts = {"code": run.code, "rows_in": str(committed.total("rows_in"))}
@@ -149,9 +164,20 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
     return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
 
 
+def _budget(stage: Preprocess, run: StageRun) -> Budget:
+    return Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+
+
 def _map_units(
-    stage: Preprocess, run: StageRun, pending: PendingUnits, failures: UnitFailures, compaction: Compaction
+    stage: Preprocess,
+    run: StageRun,
+    pending: PendingUnits,
+    *,
+    budget: Budget,
+    failures: UnitFailures,
+    compaction: Compaction,
 ) -> None:
+    """Passes over the pending units: after the first one come those for which the store was away."""
     assert stage.map is not None  # noqa: S101 - the declaration has one of map and dataset
     task = UnitTask(
         stage.source,
@@ -163,26 +189,43 @@ def _map_units(
         run.config.budgets.unit_failures,
         run.settings(stage.name).stall_timeout_s or STALL_TIMEOUT_S,
     )
-    order = trial_order(len(pending))
-    items = [{"unit": pickle.dumps(pending[i]), "index": int(pending.positions[i])} for i in order]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
-        task, **_task_options(run, stage.name, len(items))
-    )
+    todo = list(trial_order(len(pending)))
     progress = UnitProgress(run, stage.name, len(pending))
-    for row in _rows(dataset, run, stage.name):
-        answer = pickle.loads(row["committed"])  # noqa: S301 - made by our own task
+    while todo:
+        away: dict[str, StoreError] = {}
+        for answer in _answers(task, run, pending, todo):
+            if isinstance(answer, UnitAway):
+                away[answer.unit] = answer.error
+            elif isinstance(answer, FailedUnit):
+                failures.give_up(answer.unit, answer.error, died=answer.died)
+                text = f"{stage.name}: unit {answer.unit} is set aside: {answer.error.message}"
+                run.log.emit("unit_set_aside", text, level=logging.ERROR, stage=stage.name, unit=answer.unit)
+            else:
+                failures.success()
+                compaction.add(answer)
+                progress.add(answer)
+                progress.tell()
         run.absorb(stage.name)
+        if away:
+            what = next(iter(away.values())).message.splitlines()[0]
+            charge(run, budget, Failure(Kind.STORE, None, what), units_back=len(away))
+        todo = [i for i in todo if away and pending[i].id in away]
+        task = dataclasses.replace(task, number=task.number + 1)
+
+
+def _answers(
+    task: UnitTask, run: StageRun, pending: PendingUnits, todo: Sequence[int]
+) -> Iterator[Committed | FailedUnit | UnitAway]:
+    """What became of each unit of one pass, as it is known."""
+    stage = task.target.stage
+    items = [{"unit": pickle.dumps(pending[i]), "index": int(pending.positions[i])} for i in todo]
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
+        task, **_task_options(run, stage, len(items))
+    )
+    for row in _rows(dataset, run, stage):
+        run.absorb(stage)
         run.stop.check()
-        if isinstance(answer, FailedUnit):
-            failures.give_up(answer.unit, answer.error, died=answer.died)
-            text = f"{stage.name}: unit {answer.unit} is set aside: {answer.error.message}"
-            run.log.emit("unit_set_aside", text, level=logging.ERROR, stage=stage.name, unit=answer.unit)
-            continue
-        failures.success()
-        compaction.add(answer)
-        progress.add(answer)
-        progress.tell()
-    run.absorb(stage.name)
+        yield pickle.loads(row["committed"])  # noqa: S301 - made by our own task
 
 
 def _task_options(run: StageRun, stage: str, tasks: int) -> dict[str, Any]:
@@ -212,7 +255,8 @@ def _rows(dataset: ray.data.Dataset, run: StageRun, stage: str) -> Any:
             yield from dataset.iter_rows()
     except RayError as error:
         told = [e for e in told_errors(run.absorb(stage)) if not is_the_units_own(e)]
-        raise failure_of(error, told, stage) from error
+        # A store that was away for some units did not end the pass, unless there is nothing else.
+        raise failure_of(error, sorted(told, key=unreachable), stage) from error
 
 
 def _ending_when_asked(run: StageRun, stage: str) -> contextlib.AbstractContextManager[None]:
@@ -233,12 +277,17 @@ def _ending_when_asked(run: StageRun, stage: str) -> contextlib.AbstractContextM
 @dataclass(frozen=True)
 class _ReadUnit:
     source: Source
+    target: UnitTarget
     input_options: Mapping[str, Any]
     coordinator: CoordinatorHandle
+    faults: tuple[Fault, ...]
 
     def __call__(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         unit = pickle.loads(row["unit"])  # noqa: S301 - made by the driver
-        rows: list[dict[str, Any]] = read_unit(self.source, unit, storage_options=self.input_options).to_pylist()
+        arm_worker(self.faults, self.coordinator, self.target, stage=self.target.stage)
+        with reported(self.coordinator, unit=unit.id):
+            rows: list[dict[str, Any]] = read_unit(self.source, unit, storage_options=self.input_options).to_pylist()
+        point("unit.read", index=row["index"], unit=unit.id)
         self.coordinator.report(event("unit_read", unit=unit.id, rows=len(rows)))
         return rows
 
@@ -253,14 +302,19 @@ class _WriteBlock:
 
     target: UnitTarget
     inputs: str
+    coordinator: CoordinatorHandle
+    faults: tuple[Fault, ...]
 
     def __call__(self, batch: pa.Table) -> dict[str, Any]:
+        arm_worker(self.faults, self.coordinator, self.target, stage=self.target.stage)
+        index = self.coordinator.count(f"{self.target.stage}/blocks") - 1 if self.faults else 0
         content = hashlib.sha256()
         for record_batch in batch.combine_chunks().to_batches():
             content.update(record_batch.serialize())
         name = f"{self.target.fence.epoch:06d}-{content.hexdigest()[:16]}-{uuid.uuid4().hex[:8]}"
         unit = Unit(id=name, parts=(), fingerprint=self.inputs)
-        committed = commit_unit(self.target, unit, 0, batch, rows_in=batch.num_rows)
+        with reported(self.coordinator, unit=name):
+            committed = commit_unit(self.target, unit, index, batch, rows_in=batch.num_rows)
         return {"committed": [pickle.dumps(committed)]}
 
 
@@ -271,34 +325,46 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
     target = UnitTarget(
         run.store, run.paths, stage.name, run.lease.fence, stage.chunk_rows, "", run.code, str(run.sample)
     )
+    budget = _budget(stage, run)
     with seconds.measured("working"):
-        rows = ray.data.from_items([{"unit": pickle.dumps(u)} for u in units], override_num_blocks=len(units)).flat_map(
-            _ReadUnit(stage.source, run.input_options, run.coordinator),
-            **_task_options(run, stage.name, len(units)),
-        )
-        with user_code("dataset", stage.name):
-            transformed = stage.dataset(rows)
-        if not isinstance(transformed, ray.data.Dataset):
-            raise UserCodeError(
-                f"dataset of stage {stage.name!r} returned {type(transformed).__name__}, not a ray.data.Dataset.",
-                stage=stage.name,
-            )
-        written = transformed.map_batches(
-            _WriteBlock(target, inputs),
-            batch_size=None,
-            batch_format="pyarrow",
-            **_task_options(run, stage.name, len(units)),
-        )
-        committed = []
-        read: dict[str, int] = {}  # by unit: a task that Ray runs again reads its rows again
-        for row in _rows(written, run, stage.name):
-            committed.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
-            read |= {r["unit"]: r["rows"] for r in run.absorb(stage.name) if r["kind"] == "unit_read"}
-            run.stop.check()
-        read |= {r["unit"]: r["rows"] for r in run.absorb(stage.name) if r["kind"] == "unit_read"}
+        committed, rows_in = answered(run, budget, lambda: _write_blocks(stage, run, units, target, inputs))
         ordered = sorted(committed, key=lambda c: c.footer.unit)
         made = [Unit(id=c.footer.unit, parts=(), fingerprint=inputs) for c in ordered]
-        manifest = write_manifest(
-            run, stage.name, made, ordered, {"code": run.code, "source": inputs, "rows_in": str(sum(read.values()))}
-        )
+        facts = {"code": run.code, "source": inputs, "rows_in": str(rows_in)}
+        manifest = answered(run, budget, lambda: write_manifest(run, stage.name, made, ordered, facts))
     return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), None, seconds)
+
+
+def _write_blocks(
+    stage: Preprocess, run: StageRun, units: Sequence[Unit], target: UnitTarget, inputs: str
+) -> tuple[list[Committed], int]:
+    """One try of the whole stage: an object for each block of the user's dataset, and how many rows were read."""
+    assert stage.dataset is not None  # noqa: S101 - as above
+    told = (run.coordinator, run.faults)
+    items = [{"unit": pickle.dumps(unit), "index": index} for index, unit in enumerate(units)]
+    options = _task_options(run, stage.name, len(units))
+    rows = ray.data.from_items(items, override_num_blocks=len(units)).flat_map(
+        _ReadUnit(stage.source, target, run.input_options, *told), **options
+    )
+    with user_code("dataset", stage.name):
+        transformed = stage.dataset(rows)
+    if not isinstance(transformed, ray.data.Dataset):
+        raise UserCodeError(
+            f"dataset of stage {stage.name!r} returned {type(transformed).__name__}, not a ray.data.Dataset.",
+            stage=stage.name,
+        )
+    written = transformed.map_batches(
+        _WriteBlock(target, inputs, *told), batch_size=None, batch_format="pyarrow", **options
+    )
+    committed: list[Committed] = []
+    read: dict[str, int] = {}  # by unit: a task that Ray runs again reads its rows again
+
+    def absorb() -> None:
+        read.update({r["unit"]: r["rows"] for r in run.absorb(stage.name) if r["kind"] == "unit_read"})
+
+    for row in _rows(written, run, stage.name):
+        committed.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
+        absorb()
+        run.stop.check()
+    absorb()
+    return committed, sum(read.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -12,12 +13,13 @@ from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
 
 from tpupipe.checkpoint.policy import SavePolicy
 from tpupipe.checkpoint.saver import SaveTarget
-from tpupipe.checkpoint.verify import Selection, list_checkpoints, newest_intact, problems
+from tpupipe.checkpoint.verify import Selection, newest_intact, reads_whole
 from tpupipe.config import process_variables
 from tpupipe.data.chunks import Manifest
 from tpupipe.data.stream import Stream
 from tpupipe.errors import (
     CheckpointError,
+    CheckpointReadError,
     CheckpointSaveError,
     InterruptedRunError,
     StageError,
@@ -279,12 +281,12 @@ def _handle(
     final = final_error([e for e in known if not (bereaved and isinstance(e, CheckpointSaveError))])
     if final is not None:
         raise final
-    damaged = [e for e in known if isinstance(e, CheckpointError) and not isinstance(e, CheckpointSaveError)]
+    damaged = [e for e in known if isinstance(e, CheckpointReadError)]
     if (
         damaged
         and selection.commit is not None
         and not bereaved
-        and not answered(run, budget, lambda: _reads_whole(run, watch.stage, selection))
+        and not answered(run, budget, partial(reads_whole, run.store, selection.folder, selection.commit))
     ):
         message = f"{damaged[0].message} Trying an older checkpoint."
         watch.tell("checkpoint_unreadable", message, logging.WARNING, step=selection.commit.step)
@@ -296,14 +298,6 @@ def _handle(
         groups.drop()  # it stands on the hosts that are given back
         run.reservation.renew(failure.what)
     return set()
-
-
-def _reads_whole(run: StageRun, stage: Train, selection: Selection) -> bool:
-    """Whether a checkpoint that could not be restored is intact byte by byte: then the store or the network failed."""
-    for found in list_checkpoints(run.store, run.paths, stage.name):
-        if found.folder == selection.folder and selection.commit is not None:
-            return not any(True for _ in problems(run.store, found, selection.commit, deep=True))
-    return False
 
 
 def classify(error: BaseException | None, ending: Ending, lost: tuple[Kind, str] | None) -> Failure:
@@ -349,7 +343,7 @@ _CAUSES = (Kind.APP, Kind.STORE, Kind.WORKER)  # the cause of a failure before w
 def _kind(reported: Mapping[str, Any]) -> Kind:
     """What a worker's error is charged to: the job, the store, or that JAX missed *another* process."""
     what, error = str(reported["what"]), reported["error"]
-    if unreachable(error) or (isinstance(error, CheckpointError) and not isinstance(error, CheckpointSaveError)):
+    if unreachable(error) or isinstance(error, CheckpointReadError):
         return Kind.STORE  # also a checkpoint that could not be read: `_handle` found it whole
     if isinstance(error, (StoreError, CheckpointError, StageError)):
         return Kind.WORKER
