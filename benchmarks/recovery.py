@@ -32,11 +32,11 @@ from benchmarks.common import (
 )
 from benchmarks.ours import run_job, stage_events, take_inputs
 
-WORK = Work(steps=300, save_every=20, batch_size=64)
+WORK = Work(steps=240, save_every=20, batch_size=64)
 KILL_AT_STEP = 230
 RESTORED_STEP = 220
-ONE_RUN_TIMEOUT_S = 400.0
-TOTAL_TIMEOUT_S = 1500.0
+ONE_RUN_TIMEOUT_S = 900.0
+TOTAL_TIMEOUT_S = 3600.0
 
 # By key of the result: the most it may be.
 TARGETS = {"ratio": 0.5, "compiled_anew": 0}

@@ -295,6 +295,7 @@ class Attempt:
         except Exception as error:
             unexpected = StageError(f"Unexpected {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}")
             raise self._ended("failed", unexpected) from error
+        point("run.result", epoch=self.lease.epoch)
         result = self._result("done")
         try:
             self.lease.check()
@@ -391,6 +392,7 @@ class Attempt:
             self.stages[stage.name] = {"status": "failed"}
             began = time.monotonic()
             result = runners[type(stage)](stage, stage_run)
+            point("stage.done", stage=stage.name)
             self.stages[stage.name] = asdict(result)
             self.log.emit(
                 "stage_done",

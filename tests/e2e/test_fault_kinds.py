@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_and_a_lost_slice(runner: Runner, undisturbed: RunR
     assert [e["step"] for e in runner.events("a", "restored") if "seconds" in e] == [3]
 
 
-@pytest.mark.soak  # seven starts of a driver; the drill's plan has the same kills
+@pytest.mark.soak  # nine starts of a driver; the drill's plan has the same kills
 def test_the_driver_killed_at_each_of_its_places_in_a_store_that_refuses(
     runner: Runner, undisturbed: RunResult
 ) -> None:
@@ -101,7 +101,9 @@ def test_the_driver_killed_at_each_of_its_places_in_a_store_that_refuses(
         "run.reserved=2",
         "stage.manifest=ids",
         "stage.manifest=fit",
+        "stage.done=fit",
         "stage.manifest=scores",
+        "run.result",
     )
     for place in places:
         killed = subprocess.run(

@@ -181,10 +181,11 @@ def _kill_driver_at_commits(name: str, facts: JobFacts) -> Scenario:
         step, stage = at.training.next_save, at.training.name
         faults += at.held_if_taken(at.training, step, 0)
         faults.append(f"kill-driver@save.before_commit={step},rank=0,stage={stage}")
-        faults.append(f"kill-driver@stage.manifest={stage}")
+        faults += [f"kill-driver@stage.manifest={stage}", f"kill-driver@stage.done={stage}"]
     if at.inference is not None:
         faults.append(f"kill-driver@stage.manifest={at.inference.name}")
-    about = "the driver is killed with the lease, as it beats, in a save, before manifests"
+    faults.append("kill-driver@run.result")
+    about = "the driver is killed with the lease, as it beats, in a save, around manifests, before the result"
     return Scenario(name, split_attempts(faults), about=about)
 
 

@@ -84,7 +84,7 @@ def _same_place(one: Placed, other: Placed, facts: JobFacts) -> bool:
     """Whether two failures may be told of the same step (or are at the same unit, or place of the driver)."""
     if one[0] != other[0]:
         return False
-    training = one[0] >= 0 and facts.stages[one[0]].kind == "train"
+    training = 0 <= one[0] < len(facts.stages) and facts.stages[one[0]].kind == "train"
     apart = _steps_apart(facts, alike=_failure(one[2]) == _failure(other[2])) if training else 0
     return abs(one[1] - other[1]) <= apart
 
@@ -121,11 +121,13 @@ def _fault(rng: random.Random, facts: JobFacts) -> Placed:
 
 def _of_driver(rng: random.Random, facts: JobFacts) -> Placed:
     """At the driver's own places, each of which it passes once."""
-    place = rng.randrange(len(_START_POINTS) + len(facts.stages))
-    if place < len(_START_POINTS):
-        return _BEFORE_STAGES, place, f"kill-driver@{_START_POINTS[place]}"
-    position = place - len(_START_POINTS)
-    return position, _AT_END, f"kill-driver@stage.manifest={facts.stages[position].name}"
+    places: list[Placed] = [
+        (_BEFORE_STAGES, order, f"kill-driver@{point}") for order, point in enumerate(_START_POINTS)
+    ]
+    for position, stage in enumerate(facts.stages):
+        places.append((position, _AT_END, f"kill-driver@stage.manifest={stage.name}"))
+        places.append((position, _AT_END + 1, f"kill-driver@stage.done={stage.name}"))
+    return rng.choice([*places, (len(facts.stages), 0, "kill-driver@run.result")])
 
 
 def _of_units(rng: random.Random, _: JobFacts, stage: StageFacts) -> tuple[int, str]:

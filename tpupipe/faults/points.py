@@ -35,6 +35,10 @@ POINTS: Mapping[str, PointInfo] = {
     "tick.claimed": PointInfo("tick", "driver", "the tick's inputs are claimed, nothing is done"),
     "tick.before_done": PointInfo("tick", "driver", "every stage of the tick is complete, its record is not written"),
     "stage.manifest": PointInfo("stage", "driver", "all units (or steps) are committed, the manifest is not"),
+    "stage.done": PointInfo("stage", "driver", "the manifest is there; nobody was told, and the slice is still held"),
+    "run.result": PointInfo(
+        "epoch", "driver", "every stage is complete, the slice is given back, no result is written"
+    ),
     "lease.beat": PointInfo(
         "beat", "driver", "before beat N of the lease (from 2, one each 5 s), in a thread of its own"
     ),
