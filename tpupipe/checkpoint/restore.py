@@ -101,6 +101,8 @@ def _read(store: Store, folder: str, commit: Commit, abstract: Any) -> Any:
         return reader.restore(
             where, args=ocp.args.PyTreeRestore(item=abstract, restore_args=jax.tree.map(restore_args, abstract))
         )
+    except jax.errors.JaxRuntimeError:
+        raise  # no memory, or a process that is gone: nothing that another read mends
     except Exception as error:
         raise CheckpointReadError(
             f"Reading the arrays of step {commit.step} at {where} failed: {type(error).__name__}: {error}",

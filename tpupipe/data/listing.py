@@ -58,8 +58,7 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"The input {path} does not exist (any more).", path=path) from error
     except Exception as error:
-        remote = type(error).__module__.partition(".")[0] in _REMOTE_LIBRARIES
-        if not isinstance(error, OSError) and not remote:
+        if not isinstance(error, OSError) and not of_the_network(error):
             raise
         # gcsfs makes a plain OSError of a 403, with this word in front.
         forbidden = isinstance(error, OSError) and error.errno is None and str(error).startswith("Forbidden: ")
@@ -70,7 +69,7 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
                 operation=operation,
                 uri=path,
             ) from error
-        away = isinstance(error, (TimeoutError, ConnectionError)) or (remote and _worth_another_try(error))
+        away = of_the_network(error) and _worth_another_try(error)
         raise (StoreUnavailableError if away else StoreError)(
             f"Could not {operation} the input {path}: {type(error).__name__}: {' '.join(str(error).split())}",
             operation=operation,
@@ -78,8 +77,16 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
         ) from error
 
 
+def of_the_network(error: Exception) -> bool:
+    """Whether an error is about what is between here and a file, and not about the file's content."""
+    library = type(error).__module__.partition(".")[0]
+    return library in _REMOTE_LIBRARIES or isinstance(error, (TimeoutError, ConnectionError))
+
+
 def _worth_another_try(error: Exception) -> bool:
     """Whether gcsfs asks again after this, as it has done when it raises it."""
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
     from gcsfs.retry import is_retriable
 
     return bool(is_retriable(error))

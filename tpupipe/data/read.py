@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tpupipe.data.listing import InputFile, input_errors, open_filesystem, present_file
+from tpupipe.data.listing import InputFile, input_errors, of_the_network, open_filesystem, present_file
 from tpupipe.data.parquet_rows import bounded_tables, covering_groups, no_rows
 from tpupipe.data.sources import (
     COMPRESSED,
@@ -359,7 +359,7 @@ def _unpacking(part: Part, packed: Any) -> Iterator[Any]:
         with opener(packed, mode="rb") as handle:
             yield handle
     except (OSError, EOFError, ValueError) as error:
-        if isinstance(error, TpupipeError):
+        if isinstance(error, TpupipeError) or of_the_network(error):
             raise
         raise DataError(f"{part.path} cannot be unpacked: {error}.", path=part.path) from error
 

@@ -11,8 +11,16 @@ from tpupipe.errors import TpupipeError, UserCodeError
 
 
 @contextlib.contextmanager
-def user_code(function: str, stage: str, **where: Any) -> Iterator[None]:
+def user_code(
+    function: str, stage: str, *, passing: type[Exception] | tuple[type[Exception], ...] = (), **where: Any
+) -> Iterator[None]:
     """Turns what the job's own function raises into a ``UserCodeError`` with its last lines.
+
+    Args:
+        function: Its name in the declaration.
+        stage: The stage.
+        passing: What passes as it is.
+        where: For the message.
 
     Raises:
         UserCodeError: The function raised. Errors of our own tree pass as they are.
@@ -20,6 +28,8 @@ def user_code(function: str, stage: str, **where: Any) -> Iterator[None]:
     try:
         yield
     except TpupipeError:
+        raise
+    except passing:
         raise
     except Exception as error:
         place = "".join(f", {key} {value}" for key, value in where.items())

@@ -146,9 +146,9 @@ class _Coordinator:
             self._records.append(fault_event(position, fault, {**facts, **where}))
             return True
 
-    def count(self, name: str) -> int:
+    def count(self, name: str, by: int) -> int:
         with self._lock:
-            self._counts[name] = self._counts.get(name, 0) + 1
+            self._counts[name] = self._counts.get(name, 0) + by
             return self._counts[name]
 
     def counted(self, name: str) -> int:
@@ -291,12 +291,12 @@ class CoordinatorHandle:
         said, place = ({key: str(value) for key, value in of.items()} for of in (facts, where))
         return bool(self._call("claim_fault", position, fault, said, place))
 
-    def count(self, name: str) -> int:
-        """How often this was called with that name, over all processes."""
-        return int(self._call("count", name))
+    def count(self, name: str, by: int = 1) -> int:
+        """The sum of ``by`` over all calls with that name, this one included, over all processes."""
+        return int(self._call("count", name, by))
 
     def counted(self, name: str) -> int:
-        """How often ``count`` was called with that name so far."""
+        """That sum so far."""
         return int(self._call("counted", name))
 
     def begin_group(

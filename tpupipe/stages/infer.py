@@ -50,11 +50,11 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
-    units = _units(stage, run)
     budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+    units = answered(run, budget, lambda: _units(stage, run))
     params = answered(run, budget, lambda: find_params(stage, run))
     fingerprint = params.fingerprint
-    run.settle_params(stage.name, fingerprint)
+    answered(run, budget, lambda: run.settle_params(stage.name, fingerprint))
     pending, reused = answered(run, budget, lambda: resume_units(run, stage.name, units, fingerprint))
     run.log.emit(
         "stage",

@@ -36,7 +36,7 @@ LOOK_EVERY_S = 5.0
 GET_TIMEOUT_S = 300.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     """The actors that hold one copy of the model, mostly a single one, and the units given to it, oldest first."""
 
@@ -118,7 +118,8 @@ class InferPool:
         self._back: deque[Unit] = deque()  # given to workers that were lost
         self._again: deque[Unit] = deque()  # failed, and may be tried again
         self._suspects: deque[Unit] = deque()
-        self._errors: list[TpupipeError] = []  # of workers that could not start
+        self._errors: list[tuple[int, TpupipeError]] = []  # of processes that could not start, by rank
+        self._unread = ""  # parameters that could not be read although they are whole: what was said of it
         self._away: list[TpupipeError] = []  # of units for which the store could not be reached
         self._stalls: list[Mapping[str, Any]] = []
         self._looked_s = 0.0
@@ -229,7 +230,7 @@ class InferPool:
                     continue
                 except RayError as error:
                     self._book()
-                    raise failure_of(error, self._errors, self._stage.name) from error
+                    raise failure_of(error, [told for _, told in self._errors], self._stage.name) from error
                 out_of_step |= isinstance(answer, UnitFailed) and len(worker.actors) > 1
                 if reference in worker.given:
                     self._settle(worker, worker.given.pop(reference), answer, done)
@@ -309,9 +310,12 @@ class InferPool:
         reservation = self._run.reservation
         lost = reservation.lost_hosts() if reservation else []
         lost_as = loss_of(reservation, lost) if reservation and lost else None
+        said = {rank for rank, _ in self._errors}
+        unstarted = [each for each in self._workers if said & set(each.ranks)]
         gone = self._workers if lost else [worker]
-        if self._errors:  # it did not die, it said why it could not start
+        if worker in unstarted:  # it did not die, it said why it could not start, and so did others, of the same cause
             self._charge_start()
+            gone = self._workers if lost else unstarted
         else:
             failure = self._failure(worker, detail, lost_as)
             if not lost and len(worker.given) == 1 and worker.has_started():
@@ -324,7 +328,8 @@ class InferPool:
             reservation.renew(lost_as[1])
             self._start_all(min(len(self._workers), len(self._copies())))
         else:
-            self._workers[self._workers.index(worker)] = self._start(worker.rank)
+            for each in gone:
+                self._workers[self._workers.index(each)] = self._start(each.rank)
 
     def _blame(self, worker: _Worker, failure: Failure) -> None:
         """Counts a death for the only unit that was at work, and takes it from the worker."""
@@ -349,14 +354,21 @@ class InferPool:
         return Failure(Kind.WORKER, None, f"inference worker {worker.rank} died", detail)
 
     def _charge_start(self) -> None:
-        """Charges what kept a worker from starting to the store, if that is what it was; raises it otherwise."""
-        unread = [e for e in self._errors if isinstance(e, CheckpointReadError)]
-        final = [e for e in self._errors if not unreachable(e) and e not in unread]
+        """Charges what kept workers from starting to the store, if that is what it was; raises it otherwise."""
+        errors = [error for _, error in self._errors]
+        self._errors.clear()
+        unread = [e for e in errors if isinstance(e, CheckpointReadError)]
+        final = [e for e in errors if not unreachable(e) and e not in unread]
         if final:
             raise final[0]
-        if unread and not answered(self._run, self._budget, self._plan.params.reads_whole):
-            raise unread[0]
-        self._charge_store(self._errors)
+        if unread:
+            # The store can be read by now: the same again is not the store's.
+            if unread[0].message == self._unread or not answered(
+                self._run, self._budget, self._plan.params.reads_whole
+            ):
+                raise unread[0]
+            self._unread = unread[0].message
+        self._charge_store(errors)
 
     def _charge_store(self, errors: list[TpupipeError]) -> None:
         what = errors[0].message.splitlines()[0]
@@ -376,7 +388,7 @@ class InferPool:
                     told = record["error"] or StageError(
                         f"Stage {self._stage.name!r}: a worker could not start: {record['what']}\n{record['traceback']}"
                     )
-                    self._errors.append(told)
+                    self._errors.append((record["rank"], told))
                 case "stalled":
                     self._stalls.append(record)
                     self._tell("stall", record["what"], logging.WARNING, uri=record["uri"])

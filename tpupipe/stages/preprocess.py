@@ -53,6 +53,7 @@ from tpupipe.stages.units import (
 )
 
 LOOK_EVERY_S = 0.2
+AWAY_ENDS_PASS = 3  # units for which the store was away, after which a pass begins no other
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class FailedUnit:
 
 @dataclass(frozen=True)
 class UnitAway:
-    """A unit for which the store could not be reached: nothing is known of the unit itself."""
+    """A unit for which the store could not be reached, or was not asked any more: nothing is known of the unit itself."""
 
     unit: str
-    error: StoreError
+    error: StoreError | None
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,12 @@ class UnitTask:
         """
         unit, index = pickle.loads(row["unit"]), row["index"]  # noqa: S301 - made by the driver
         arm_worker(self.faults, self.coordinator, self.target, stage=self.target.stage)
+        begun, away = f"{self.target.stage}/{unit.id}", f"{self.target.stage} away/{self.number}"
+        if self.coordinator.counted(away) >= AWAY_ENDS_PASS:
+            return {"committed": pickle.dumps(UnitAway(unit.id, None))}
         error: TpupipeError | None = None
         # Counted over processes: Ray Data repeats a task whose process died for ever.
-        while self.coordinator.count(f"{self.target.stage}/{self.number}/{unit.id}") <= self.unit_failures:
+        while self.coordinator.count(begun) <= self.unit_failures:
             watchdog = Watchdog(self.stall_timeout_s, f"unit {unit.id}", self.target, self.coordinator, unit=unit.id)
             try:
                 with reported(self.coordinator, unit=unit.id), watchdog.watching():
@@ -105,6 +109,8 @@ class UnitTask:
             except StoreError as raised:
                 if not unreachable(raised):
                     raise
+                self.coordinator.count(begun, -1)
+                self.coordinator.count(away)
                 return {"committed": pickle.dumps(UnitAway(unit.id, raised))}
             except TpupipeError as raised:
                 if not is_the_units_own(raised):
@@ -177,7 +183,7 @@ def _map_units(
     failures: UnitFailures,
     compaction: Compaction,
 ) -> None:
-    """Passes over the pending units: after the first one come those for which the store was away."""
+    """Passes over the pending units: after the first one come those for which the store was away, a charge for each pass."""
     assert stage.map is not None  # noqa: S101 - the declaration has one of map and dataset
     task = UnitTask(
         stage.source,
@@ -192,10 +198,13 @@ def _map_units(
     todo = list(trial_order(len(pending)))
     progress = UnitProgress(run, stage.name, len(pending))
     while todo:
-        away: dict[str, StoreError] = {}
+        away: dict[str, StoreError | None] = {}
         for answer in _answers(task, run, pending, todo):
             if isinstance(answer, UnitAway):
                 away[answer.unit] = answer.error
+                if answer.error is not None:
+                    text = f"{stage.name}: unit {answer.unit} waits for the store: {answer.error.message}"
+                    run.log.emit("unit_away", text, level=logging.WARNING, stage=stage.name, unit=answer.unit)
             elif isinstance(answer, FailedUnit):
                 failures.give_up(answer.unit, answer.error, died=answer.died)
                 text = f"{stage.name}: unit {answer.unit} is set aside: {answer.error.message}"
@@ -205,9 +214,9 @@ def _map_units(
                 compaction.add(answer)
                 progress.add(answer)
                 progress.tell()
-        run.absorb(stage.name)
         if away:
-            what = next(iter(away.values())).message.splitlines()[0]
+            said = [error.message.splitlines()[0] for error in away.values() if error is not None]
+            what = said[0] if said else "the store could not be reached"
             charge(run, budget, Failure(Kind.STORE, None, what), units_back=len(away))
         todo = [i for i in todo if away and pending[i].id in away]
         task = dataclasses.replace(task, number=task.number + 1)
@@ -222,10 +231,18 @@ def _answers(
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
         task, **_task_options(run, stage, len(items))
     )
-    for row in _rows(dataset, run, stage):
-        run.absorb(stage)
-        run.stop.check()
-        yield pickle.loads(row["committed"])  # noqa: S301 - made by our own task
+    told: list[TpupipeError] = []
+    try:
+        with _ending_when_asked(run, stage):
+            for row in _rows(dataset):
+                told += told_errors(run.absorb(stage))
+                run.stop.check()
+                yield pickle.loads(row["committed"])  # noqa: S301 - made by our own task
+            run.absorb(stage)
+    except RayError as error:
+        told += told_errors(run.absorb(stage))
+        final = [e for e in told if not (is_the_units_own(e) or unreachable(e))]
+        raise failure_of(error, final, stage) from error
 
 
 def _task_options(run: StageRun, stage: str, tasks: int) -> dict[str, Any]:
@@ -246,17 +263,11 @@ def _task_options(run: StageRun, stage: str, tasks: int) -> dict[str, Any]:
     }
 
 
-def _rows(dataset: ray.data.Dataset, run: StageRun, stage: str) -> Any:
+def _rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any]]:
     ray.data.DataContext.get_current().enable_progress_bars = False
     # The stage tells its own progress and errors; set here because Ray Data sets its levels when it is first used.
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    try:
-        with _ending_when_asked(run, stage):
-            yield from dataset.iter_rows()
-    except RayError as error:
-        told = [e for e in told_errors(run.absorb(stage)) if not is_the_units_own(e)]
-        # A store that was away for some units did not end the pass, unless there is nothing else.
-        raise failure_of(error, sorted(told, key=unreachable), stage) from error
+    yield from dataset.iter_rows()
 
 
 def _ending_when_asked(run: StageRun, stage: str) -> contextlib.AbstractContextManager[None]:
@@ -339,6 +350,33 @@ def _write_blocks(
     stage: Preprocess, run: StageRun, units: Sequence[Unit], target: UnitTarget, inputs: str
 ) -> tuple[list[Committed], int]:
     """One try of the whole stage: an object for each block of the user's dataset, and how many rows were read."""
+    run.absorb(stage.name)  # what the tasks of a try before this one told after its end
+    told: list[TpupipeError] = []
+    committed: list[Committed] = []
+    read: dict[str, int] = {}  # by unit: a task that Ray runs again reads its rows again
+
+    def absorb() -> None:
+        records = run.absorb(stage.name)
+        told.extend(told_errors(records))
+        read.update({r["unit"]: r["rows"] for r in records if r["kind"] == "unit_read"})
+
+    try:
+        with _ending_when_asked(run, stage.name):
+            for row in _rows(_blocks_of(stage, run, units, target, inputs)):
+                committed.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
+                absorb()
+                run.stop.check()
+            absorb()
+    except RayError as error:
+        absorb()
+        raise failure_of(error, sorted(told, key=unreachable), stage.name) from error
+    return committed, sum(read.values())
+
+
+def _blocks_of(
+    stage: Preprocess, run: StageRun, units: Sequence[Unit], target: UnitTarget, inputs: str
+) -> ray.data.Dataset:
+    """The rows of the source through the user's ``dataset``, and each block of them committed."""
     assert stage.dataset is not None  # noqa: S101 - as above
     told = (run.coordinator, run.faults)
     items = [{"unit": pickle.dumps(unit), "index": index} for index, unit in enumerate(units)]
@@ -346,25 +384,13 @@ def _write_blocks(
     rows = ray.data.from_items(items, override_num_blocks=len(units)).flat_map(
         _ReadUnit(stage.source, target, run.input_options, *told), **options
     )
-    with user_code("dataset", stage.name):
+    with user_code("dataset", stage.name, passing=RayError):  # it may run parts of it at once
         transformed = stage.dataset(rows)
     if not isinstance(transformed, ray.data.Dataset):
         raise UserCodeError(
             f"dataset of stage {stage.name!r} returned {type(transformed).__name__}, not a ray.data.Dataset.",
             stage=stage.name,
         )
-    written = transformed.map_batches(
+    return transformed.map_batches(
         _WriteBlock(target, inputs, *told), batch_size=None, batch_format="pyarrow", **options
     )
-    committed: list[Committed] = []
-    read: dict[str, int] = {}  # by unit: a task that Ray runs again reads its rows again
-
-    def absorb() -> None:
-        read.update({r["unit"]: r["rows"] for r in run.absorb(stage.name) if r["kind"] == "unit_read"})
-
-    for row in _rows(written, run, stage.name):
-        committed.append(pickle.loads(row["committed"]))  # noqa: S301 - made by our own task
-        absorb()
-        run.stop.check()
-    absorb()
-    return committed, sum(read.values())
