@@ -40,7 +40,7 @@ demo-embed: $(STAMP)  ## Embed the standard library's comments with a real model
 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest -q -n 2 --ignore=tests/e2e
-	$(BIN)/python -m pytest -q tests/e2e
+	$(BIN)/python -m pytest -q tests/e2e --timeout 900
 
 check: $(STAMP)  ## Lint, format check, types, import rules
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.e2e.harness import SLICES, World
 from tests.places import Place
@@ -16,6 +17,10 @@ from tpupipe.cluster.fake import FakeClusterSpec
 from tpupipe.faults.store_proxy import StoreProxy, store_proxy
 from tpupipe.local.server import embedded_store
 from tpupipe.store.objects import Store
+
+# Wall time of one example says nothing on a busy machine; the examples themselves stay the default number.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

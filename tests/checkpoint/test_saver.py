@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.processes import until
 from tpupipe.checkpoint.commit import Commit
 from tpupipe.checkpoint.verify import list_checkpoints, newest_intact
 from tpupipe.errors import CheckpointSaveError, FencedError, StoreDeniedError
@@ -181,15 +182,15 @@ def test_who_waits_for_a_save_is_told_of_progress_and_of_none_while_its_commit_h
     hung, go, moved = threading.Event(), threading.Event(), []
     target = SaveTarget(file_store, PATHS, STAGE, Fence(file_store, PATHS, 1), 0, 3, timeout_s=30)
     saver = Saver(
-        target, primary=True, combine=int, on_commit=lambda *_: None, on_progress=lambda: moved.append(len(moved))
+        target, primary=True, combine=int, on_commit=lambda *_: None, on_progress=lambda: moved.append(saver._moves)
     )
     waiter = threading.Thread(target=saver.close)
-    arm(lambda name, _: (hung.set(), go.wait(60)) if name == "save.before_commit" else None)
+    arm(lambda name, _: (hung.set(), go.wait(120)) if name == "save.before_commit" else None)
     try:
         saver.save(1, tree(), {})
         waiter.start()
-        assert hung.wait(30)
-        waiter.join(1.0)  # what moved before is told of by now
+        assert hung.wait(60)
+        until(lambda: moved and moved[-1] == saver._moves)  # what moved before is told of
         told = len(moved)
         waiter.join(1.0)
         assert waiter.is_alive()

@@ -132,7 +132,7 @@ def test_a_store_that_blocks_on_writes_ends_the_save(save, store, proxy, name):
     step, message = result["error"]
     assert step == 2
     assert 3 < result["failed_s"] < 60
-    assert result["closed_s"] - result["failed_s"] < 3, "a time-out"
+    assert result["closed_s"] - result["failed_s"] < 15, "Orbax waits for 30 s, and we do not wait for it again"
     if name == "COMMIT.json":
         assert proxy.counts().fired[fault] - before <= 2, "a second attempt has what is left of two time-outs"
     assert f"{PATHS.checkpoint('lm', step=2, epoch=1)}/{name.strip('/')}" in message
@@ -140,10 +140,10 @@ def test_a_store_that_blocks_on_writes_ends_the_save(save, store, proxy, name):
 
 
 def test_a_slow_save_that_moves_is_not_given_up(save, store):
-    """Every write takes half a second of a time-out of 2 s: as a whole longer than one may take, and committed."""
-    result = save("latency@create,seconds=0.5", timeout_s=2)
+    """Every write takes 1.5 s of a time-out of 6 s: as a whole longer than one may take, and committed."""
+    result = save("latency@create,seconds=1.5", timeout_s=6)
     assert result["error"] is None
-    assert result["failed_s"] > 2 * 1.75
+    assert result["failed_s"] > 6 * 1.75
     assert committed(store) == [1, 2]
 
 

@@ -68,7 +68,7 @@ class World:
             capture_output=True,
             text=True,
             check=False,
-            timeout=240,
+            timeout=900,
         )
 
     def hosts(self, slice_name: str) -> list[int]:
@@ -102,7 +102,7 @@ class Runner:
     def config(self, job: Mapping[str, Any], **sections: Any) -> Config:
         rows = job.get("rows", 100)
         parameters = small.Params(inputs=write_ids(self.folder / f"in-{rows}", rows), **job).model_dump()
-        cluster = {"kind": "fake", "generation": "v6e", "topology": "2x4", "chips_per_vm": 4, "timeout_s": 30}
+        cluster = {"kind": "fake", "generation": "v6e", "topology": "2x4", "chips_per_vm": 4, "timeout_s": 120}
         one_process = {"ids": {"concurrency": 1}}  # starting more would take longer than their work
         return Config.model_validate(
             {

@@ -35,7 +35,7 @@ def test_a_warm_slice_is_there_and_free(world: World) -> None:
 def test_who_holds_a_busy_slice_is_named(world: World) -> None:
     """A warning, for a run would wait for it."""
     spec = SliceSpec("v6e", "2x4", chips_per_vm=4)
-    with connection(world), Reservation(spec, timeout_s=20, name="somebody", say=print):
+    with connection(world), Reservation(spec, timeout_s=60, name="somebody", say=print):
         found = cluster_findings(world)["cluster.slices"]
     assert found["status"] == "warning"
     assert "fake-v6e-2x4-0 by somebody" in found["message"]

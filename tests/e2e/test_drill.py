@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.harness import World, write_ids
 
-HELD = "slow@train.step=7,rank=1,seconds=2"  # the checkpoint of step 5 is committed by then
+HELD = "slow@train.step=7,rank=1,seconds=10"  # the checkpoint of step 5 is committed by then
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def drill(world: World, tmp_path: Path) -> Any:
         job = {"inputs": write_ids(tmp_path / "in", 100)}
         config.write_text(json.dumps({"store": store, "cluster": cluster, "job": job}))  # JSON is YAML
         plan.write_text(json.dumps({"scenarios": scenarios}))
-        options = ["-c", str(config), "--plan", str(plan), "--json", "--junit", str(junit), "--timeout", "120s"]
+        options = ["-c", str(config), "--plan", str(plan), "--json", "--junit", str(junit), "--timeout", "600s"]
         done = world.command("drill", module, *options)
         assert done.returncode in (0, 1), done.stderr[-3000:]
         suite = ET.parse(junit).getroot().find("testsuite")
@@ -71,7 +71,7 @@ def test_a_record_before_its_arrays_is_found_and_named(drill: Any) -> None:
 def test_a_batch_and_a_row_left_out_are_found_and_named(drill: Any) -> None:
     """The other two mutants, told apart by stage; a fault that never fires proves nothing either."""
     faults = [HELD, "kill-worker@train.step=7,rank=1", "kill-worker@unit.before_commit=4,stage=scores"]
-    scenario = {"name": "batch-and-row", "faults": [*faults, "raise@train.step=77"]}
+    scenario = {"name": "batch-and-row", "faults": [*faults, "raise@train.step=77"], "recovery_s": 300}
     status, report, suite, said = drill("tests.e2e.mutants", [scenario])
     assert status == 1, said
     assert (report["status"], suite.get("failures")) == ("failed", "1")

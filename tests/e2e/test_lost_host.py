@@ -9,7 +9,7 @@ from tpupipe.run import RunResult
 def test_a_lost_host_costs_a_new_reservation_and_no_answer(runner: Runner, undisturbed: RunResult) -> None:
     """The raylet of rank 1's host is killed at step 6, and another one in inference; the pool replaces them."""
     faults = (
-        "slow@train.step=6,rank=1,seconds=5",  # the checkpoint of step 5 is committed by then
+        "slow@train.step=6,rank=1,seconds=12",  # the checkpoint of step 5 is committed by then
         "kill-host@train.step=6,rank=1",
         "kill-host@unit.before_commit=4,stage=scores",
     )

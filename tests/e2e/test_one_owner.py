@@ -97,7 +97,7 @@ def test_a_paused_driver_that_lost_its_run_is_refused(
     Workers that were not paused with their driver go on by themselves, and are refused without it.
     """
     logs = [tmp_path / "log0", tmp_path / "log1"]
-    zombie = driver("--json", "--fault", "slow@train.step=6,seconds=8")
+    zombie = driver("--json", "--fault", "slow@train.step=6,seconds=20")
     until(lambda: "checkpoint of step 5 committed" in logs[0].read_text(), told=lambda: logs[0].read_text()[-3000:])
     workers = training_processes(runner)
     assert len(workers) == 1

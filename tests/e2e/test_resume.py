@@ -30,8 +30,9 @@ def test_an_undisturbed_run_feeds_every_row_in_order_and_scores_it_once(
 
 def test_a_killed_worker_resumes_at_the_exact_row(runner: Runner, undisturbed: RunResult) -> None:
     """Killed at step 6 with the last checkpoint at step 5, the resumed ids are exactly 50 to 99."""
-    # Rank 1 waits before it dies, so that the save of step 5 is committed by then.
-    result = runner("a", faults=("slow@train.step=6,rank=1,seconds=5", "kill-worker@train.step=6,rank=1"), job=FIT_ONLY)
+    # Rank 1 waits at that step until rank 0 dies, which is when the save of step 5 is committed.
+    faults = ("slow@train.step=6,rank=1,seconds=60", "kill-worker@save.after_commit=5,rank=0")
+    result = runner("a", faults=faults, job=FIT_ONLY)
     same_answer(undisturbed, result)
     assert runner.order("a") == ALL_IDS
     firsts = [e["metrics"]["first_id"] for e in runner.events("a", "metrics") if e["step"] == 6]

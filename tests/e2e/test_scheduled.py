@@ -32,7 +32,7 @@ class Nightly:
 
     def config(self) -> Config:
         parameters = ticks.Params(inputs=f"{self.folder}/*.jsonl", params=self.params).model_dump()
-        cluster = {"kind": "fake", "generation": "v6e", "topology": "2x4", "chips_per_vm": 4, "timeout_s": 30}
+        cluster = {"kind": "fake", "generation": "v6e", "topology": "2x4", "chips_per_vm": 4, "timeout_s": 120}
         store = {"uri": "gs://tests/runs", "embedded": True, "root": str(self.world.root)}
         return Config.model_validate({"store": store, "cluster": cluster, "mode": "incremental", "job": parameters})
 

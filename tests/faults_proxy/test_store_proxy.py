@@ -211,17 +211,17 @@ def test_a_create_whose_answer_is_lost_is_not_done_twice(store, good, proxy):
 def test_an_upload_whose_last_answer_is_lost_gives_it_when_asked_again(store, proxy, send):
     """As Cloud Storage does: a client that repeats the last request of an upload that is complete gets its answer."""
     url = f"{proxy.endpoint}/upload/storage/v1/b/{store.root.bucket}/o?uploadType=resumable"
-    opened = requests.post(url, json={"name": "resumed"}, timeout=10)
+    opened = requests.post(url, json={"name": "resumed"}, timeout=60)
     where = opened.headers["Location"] + "&quoted=as%2Fthe%2Fclient%2Flikes"
     parts = {"Content-Range": f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}"}
     proxy.set("lost@create,name=resumed,times=1")
     with pytest.raises(requests.ConnectionError):
-        send(where, data=CONTENT, headers=parts, timeout=10)
-    again = send(where, data=CONTENT, headers=parts, timeout=10)
+        send(where, data=CONTENT, headers=parts, timeout=60)
+    again = send(where, data=CONTENT, headers=parts, timeout=60)
     assert again.status_code == 200
     assert again.json()["name"] == "resumed"
     assert again.json()["size"] == str(len(CONTENT))
-    assert send(where, data=CONTENT, headers=parts, timeout=10).json() == again.json()
+    assert send(where, data=CONTENT, headers=parts, timeout=60).json() == again.json()
 
 
 def test_a_spoiled_answer_is_a_success_that_is_spoiled(store, proxy):
@@ -378,15 +378,15 @@ def test_uploads_in_parts_come_through_the_proxy(store, good, proxy):
     url = f"{proxy.endpoint}/upload/storage/v1/b/{store.root.bucket}/o?uploadType=resumable"
     with requests.Session() as session:
         session.trust_env = False
-        begun = session.post(url, json={"name": "run/parts"}, timeout=10)
+        begun = session.post(url, json={"name": "run/parts"}, timeout=60)
         location = begun.headers["location"]
         assert location.startswith(proxy.endpoint)
         proxy.set("503@create,times=1,name=run/parts")
-        assert session.put(location, data=CONTENT, timeout=10).status_code == 503  # known by name, in every part
-        done = session.put(location, data=CONTENT, timeout=10).json()
+        assert session.put(location, data=CONTENT, timeout=60).status_code == 503  # known by name, in every part
+        done = session.put(location, data=CONTENT, timeout=60).json()
         assert done["selfLink"].startswith(proxy.endpoint)
-        assert session.get(done["mediaLink"], timeout=10).content == CONTENT
-        chunked = session.get(url.replace("/upload", ""), stream=True, timeout=10).json()
+        assert session.get(done["mediaLink"], timeout=60).content == CONTENT
+        chunked = session.get(url.replace("/upload", ""), stream=True, timeout=60).json()
         assert {item["name"] for item in chunked["items"]} == {"run/parts", "run/there"}
     assert good.read("parts") == CONTENT
 
@@ -408,7 +408,7 @@ def test_the_same_seed_meets_the_same_requests(store, proxy):
         with requests.Session() as session:
             session.trust_env = False
             url = f"{proxy.endpoint}/storage/v1/b/{store.root.bucket}/o/run%2Fthere"
-            return [session.get(url, timeout=10).status_code for _ in range(40)]
+            return [session.get(url, timeout=60).status_code for _ in range(40)]
 
     first = hit(7)
     assert hit(7) == first != hit(8)
@@ -441,7 +441,7 @@ def test_a_typo_changes_nothing(proxy, store):
         proxy.set("503@raed")
     with requests.Session() as session:
         session.trust_env = False
-        answer = session.put(proxy.endpoint + CONTROL_PATH, json=["504@raed"], timeout=10)
+        answer = session.put(proxy.endpoint + CONTROL_PATH, json=["504@raed"], timeout=60)
     assert answer.status_code == 400
     assert "no operation 'raed'" in answer.json()["error"]
     with pytest.raises(StoreUnavailableError):
@@ -463,7 +463,7 @@ def test_the_proxy_ends_with_its_user(endpoint, tmp_path):
         with pytest.raises(UsageError, match="another store proxy runs in"), store_proxy(endpoint, (), tmp_path):
             pass
         assert proxy.counts().fired == {}
-    process.wait(10)
+    process.wait(60)
     with pytest.raises(ClusterError, match="does not answer"):
         proxy.counts()
     with store_proxy(endpoint, (), tmp_path) as again:  # the folder can be used again
@@ -484,7 +484,7 @@ def test_the_proxy_ends_with_a_killed_user(endpoint, tmp_path):
         assert user.stdout.readline() == "up\n"
         process = psutil.Process(json.loads((tmp_path / "store-proxy" / "proxy.json").read_text())["pid"])
         user.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
     assert not process.is_running()
 
 
@@ -492,7 +492,7 @@ def test_a_store_that_is_gone_is_told_apart(tmp_path):
     """Nobody behind the proxy: 502 with the reason, so that it is not taken for one of the faults."""
     with store_proxy("http://127.0.0.1:9", (), tmp_path) as proxy, requests.Session() as session:
         session.trust_env = False
-        answer = session.get(f"{proxy.endpoint}/storage/v1/b", timeout=10)
+        answer = session.get(f"{proxy.endpoint}/storage/v1/b", timeout=60)
         assert answer.status_code == 502
         assert "http://127.0.0.1:9 does not answer" in answer.text
 
@@ -501,7 +501,7 @@ def test_a_typo_on_the_command_line_ends_with_the_kinds():
     """Exit 2, and what there is."""
     command = [sys.executable, "-m", "tpupipe.faults.store_proxy", "--upstream", "http://127.0.0.1:9"]
     answer = subprocess.run(
-        [*command, "--state", "x", "--fault", "50@any"], capture_output=True, text=True, check=False, timeout=30,
+        [*command, "--state", "x", "--fault", "50@any"], capture_output=True, text=True, check=False, timeout=90,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert answer.returncode == 2

@@ -10,7 +10,7 @@ import pytest
 
 from tpupipe.stages.infer_pipeline import Pipeline
 
-WAIT_S = 10
+WAIT_S = 60
 
 
 class Engine:

@@ -114,13 +114,21 @@ def test_compiling_has_a_bound_of_its_own(make, monkeypatch):
     """It takes longer than a unit may, which is no stall, and then longer than compiling may, which is one."""
     hung = Hung(monkeypatch)
 
+    def passes(seconds):
+        for watchdog in list(worker._watchdogs):
+            watchdog._last -= seconds
+
     def apply(params, batch):
-        hung.wait()
+        if not hung.seen.is_set():
+            passes(100)
+            assert not hung.seen.wait(1.5), "the watchdog looks once a second"
+            passes(600)
+            hung.wait()
         return double(params, batch)
 
-    worker, units, _ = make(apply=apply, bounds=Bounds(stall_timeout_s=0.2, compile_timeout_s=1.0))
+    worker, units, _ = make(apply=apply, bounds=Bounds(stall_timeout_s=60, compile_timeout_s=600))
     worker.run(units[0], 0)
-    assert hung.phases[0] == "no progress in init or compilation (compile_timeout_s 1)"
+    assert hung.phases[0] == "no progress in init or compilation (compile_timeout_s 600)"
 
 
 def test_units_are_done_and_pass_their_points_in_order(make, run):

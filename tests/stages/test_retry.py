@@ -17,7 +17,7 @@ from tpupipe.stages.retry import answered, charge
 from tpupipe.stop import StopRequest
 from tpupipe.store.objects import open_store
 
-GONE = open_store("gs://nobody/listens", endpoint="http://127.0.0.1:9", timeout_s=1, attempts=1)
+GONE = open_store("gs://nobody/listens", endpoint="http://127.0.0.1:9", timeout_s=30, attempts=1)
 
 
 @pytest.fixture

@@ -80,15 +80,19 @@ def test_a_phase_without_progress_ends_the_process_and_names_the_phase_the_step_
 
 
 def test_each_phase_has_its_own_bound(ended):
-    """A second in a phase of 5 s, then steps of 0.1 s of at most 0.7 s: no end; the step is told that was reached last."""
-    body = "watchdog.enter(Phase(5.0, 'while restoring')); time.sleep(1); watchdog.enter(stepping)\n"
-    body += "    for step in range(6, 16):\n        time.sleep(0.1); watchdog.beat(step)\n"
+    """Five minutes in a phase of ten, then steps of 40 s of at most 60: no end; the step is told that was reached last.
+
+    The minutes are moved, for the watchdog looks once a second.
+    """
+    body = "watchdog.enter(Phase(600.0, 'while restoring')); watchdog._last -= 300; time.sleep(1.5)\n"
+    body += "    watchdog.enter(Phase(60.0, 'in a step'))\n"
+    body += "    for step in range(6, 16):\n        watchdog._last -= 40; time.sleep(0.2); watchdog.beat(step)\n"
     status, output, stacks = ended(body)
     assert (status, output, stacks) == (0, "survived\n", [])
-    status, output, _ = ended(body + "    the_culprit()")
+    status, output, _ = ended(body + "    watchdog._last -= 61; the_culprit()")
     assert status == EXIT_STATUS
     assert json.loads(output)["step"] == 15
-    assert json.loads(output)["phase"] == "no progress in a step (stall_timeout_s 0.7)"
+    assert json.loads(output)["phase"] == "no progress in a step (stall_timeout_s 60)"
 
 
 def test_a_process_that_waits_for_one_that_stalled_tells_of_its_stacks_too(ended):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpupipe.drill.facts import JobFacts
 from tpupipe.drill.places import HOLD_FACTOR, Impossible, Places
@@ -12,6 +12,7 @@ from tpupipe.drill.scenario import Scenario, split_attempts
 from tpupipe.drill.store_plan import kill_in_arrays, store_denied, store_fails, store_listings
 
 STALL_MIN_S = 6.0
+UNMEASURED_SAVE_S = 3.0  # how long a save may take in a job that was not run before
 DEADLINE_S = 15
 HELD_FOR_BEAT_S = 10  # the lease's second beat comes 5 s after the first
 
@@ -50,7 +51,7 @@ def one_kill(facts: JobFacts) -> tuple[str, ...]:
     Returns:
         Faults; none for a job that no failure can be placed in.
     """
-    at = Places(facts)
+    at = Places(replace(facts, save_s=max(facts.save_s, UNMEASURED_SAVE_S)))
     if at.training is not None:
         return tuple(at.step("kill-worker", at.training, at.training.middle, at.last_rank))
     return tuple(at.units("kill-worker@unit.before_commit{at}"))[:1]
