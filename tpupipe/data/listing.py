@@ -13,6 +13,7 @@ from typing import Any
 from tpupipe.errors import DataError, StoreDeniedError, StoreError, StoreUnavailableError, TpupipeError
 
 _REMOTE_LIBRARIES = ("gcsfs", "aiohttp", "google", "requests")  # their errors are not all OSErrors
+_BROKEN_OFF = (TimeoutError, ConnectionError)
 _MAGIC = re.compile(r"[*?\[]")
 
 
@@ -69,7 +70,7 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
                 operation=operation,
                 uri=path,
             ) from error
-        away = of_the_network(error) and _worth_another_try(error)
+        away = isinstance(error, _BROKEN_OFF) or (of_the_network(error) and _worth_another_try(error))
         raise (StoreUnavailableError if away else StoreError)(
             f"Could not {operation} the input {path}: {type(error).__name__}: {' '.join(str(error).split())}",
             operation=operation,
@@ -80,13 +81,11 @@ def input_errors(operation: str, path: str) -> Iterator[None]:
 def of_the_network(error: Exception) -> bool:
     """Whether an error is about what is between here and a file, and not about the file's content."""
     library = type(error).__module__.partition(".")[0]
-    return library in _REMOTE_LIBRARIES or isinstance(error, (TimeoutError, ConnectionError))
+    return library in _REMOTE_LIBRARIES or isinstance(error, _BROKEN_OFF)
 
 
 def _worth_another_try(error: Exception) -> bool:
     """Whether gcsfs asks again after this, as it has done when it raises it."""
-    if isinstance(error, (TimeoutError, ConnectionError)):
-        return True
     from gcsfs.retry import is_retriable
 
     return bool(is_retriable(error))

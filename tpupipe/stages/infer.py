@@ -25,7 +25,7 @@ from tpupipe.stages.infer_params import find_params
 from tpupipe.stages.infer_pool import InferPool, too_many_bad_rows
 from tpupipe.stages.infer_worker import InferPlan, sample_unit
 from tpupipe.stages.result import StageResult
-from tpupipe.stages.retry import answered
+from tpupipe.stages.retry import answered, budget_of
 from tpupipe.stages.stall import Bounds
 from tpupipe.stages.unit_failures import UnitFailures, first_inputs, is_the_units_own, probes_of
 from tpupipe.stages.units import (
@@ -50,7 +50,7 @@ def run_infer(stage: Infer, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; committed units stay.
     """
     seconds = Seconds()
-    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+    budget = budget_of(run, stage.name)
     units = answered(run, budget, lambda: _units(stage, run))
     params = answered(run, budget, lambda: find_params(stage, run))
     fingerprint = params.fingerprint

@@ -312,10 +312,11 @@ class InferPool:
         lost_as = loss_of(reservation, lost) if reservation and lost else None
         said = {rank for rank, _ in self._errors}
         unstarted = [each for each in self._workers if said & set(each.ranks)]
-        gone = self._workers if lost else [worker]
-        if worker in unstarted:  # it did not die, it said why it could not start, and so did others, of the same cause
+        # It did not die if it said why it could not start; who said so, too, did for the same cause.
+        together = unstarted if worker in unstarted else [worker]
+        gone = self._workers if lost else together
+        if worker in unstarted:
             self._charge_start()
-            gone = self._workers if lost else unstarted
         else:
             failure = self._failure(worker, detail, lost_as)
             if not lost and len(worker.given) == 1 and worker.has_started():

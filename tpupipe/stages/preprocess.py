@@ -35,7 +35,7 @@ from tpupipe.stages.failures import Budget, Failure, Kind, unreachable
 from tpupipe.stages.finished import units_done
 from tpupipe.stages.progress import UnitProgress
 from tpupipe.stages.result import StageResult
-from tpupipe.stages.retry import answered, charge
+from tpupipe.stages.retry import answered, budget_of, charge
 from tpupipe.stages.stall import STALL_TIMEOUT_S, Watchdog
 from tpupipe.stages.unit_failures import (
     UnitFailures,
@@ -148,7 +148,7 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
     units = run.inputs[stage.source]
     if stage.dataset is not None:
         return _run_dataset(stage, run, units, seconds)
-    budget = _budget(stage, run)
+    budget = budget_of(run, stage.name)
     pending, reused = answered(run, budget, lambda: resume_units(run, stage.name, units, ""))
     run.log.emit(
         "stage",
@@ -170,8 +170,10 @@ def run_preprocess(stage: Preprocess, run: StageRun) -> StageResult:
     return units_done(manifest, run.store.uri(run.paths.outputs(stage.name)), len(reused), seconds)
 
 
-def _budget(stage: Preprocess, run: StageRun) -> Budget:
-    return Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+def _target(stage: Preprocess, run: StageRun) -> UnitTarget:
+    return UnitTarget(
+        run.store, run.paths, stage.name, run.lease.fence, stage.chunk_rows, "", run.code, str(run.sample)
+    )
 
 
 def _map_units(
@@ -188,7 +190,7 @@ def _map_units(
     task = UnitTask(
         stage.source,
         stage.map,
-        UnitTarget(run.store, run.paths, stage.name, run.lease.fence, stage.chunk_rows, "", run.code, str(run.sample)),
+        _target(stage, run),
         run.input_options,
         run.coordinator,
         run.faults,
@@ -197,7 +199,7 @@ def _map_units(
     )
     todo = list(trial_order(len(pending)))
     progress = UnitProgress(run, stage.name, len(pending))
-    while todo:
+    while True:
         away: dict[str, StoreError | None] = {}
         for answer in _answers(task, run, pending, todo):
             if isinstance(answer, UnitAway):
@@ -214,11 +216,12 @@ def _map_units(
                 compaction.add(answer)
                 progress.add(answer)
                 progress.tell()
-        if away:
-            said = [error.message.splitlines()[0] for error in away.values() if error is not None]
-            what = said[0] if said else "the store could not be reached"
-            charge(run, budget, Failure(Kind.STORE, None, what), units_back=len(away))
-        todo = [i for i in todo if away and pending[i].id in away]
+        if not away:
+            return
+        said = [error.message.splitlines()[0] for error in away.values() if error is not None]
+        what = said[0] if said else "the store could not be reached"
+        charge(run, budget, Failure(Kind.STORE, None, what), units_back=len(away))
+        todo = [i for i in todo if pending[i].id in away]
         task = dataclasses.replace(task, number=task.number + 1)
 
 
@@ -333,10 +336,8 @@ def _run_dataset(stage: Preprocess, run: StageRun, units: Sequence[Unit], second
     assert stage.dataset is not None  # noqa: S101 - the declaration has one of map and dataset
     run.log.emit("stage", f"{stage.name}: {len(units)} units through dataset=, commits as a whole", stage=stage.name)
     inputs = fingerprint_units(units)
-    target = UnitTarget(
-        run.store, run.paths, stage.name, run.lease.fence, stage.chunk_rows, "", run.code, str(run.sample)
-    )
-    budget = _budget(stage, run)
+    target = _target(stage, run)
+    budget = budget_of(run, stage.name)
     with seconds.measured("working"):
         committed, rows_in = answered(run, budget, lambda: _write_blocks(stage, run, units, target, inputs))
         ordered = sorted(committed, key=lambda c: c.footer.unit)

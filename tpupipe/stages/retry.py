@@ -15,6 +15,11 @@ from tpupipe.stages.failures import Budget, Failure, Kind, loss, unreachable
 T = TypeVar("T")
 
 
+def budget_of(run: StageRun, stage: str) -> Budget:
+    """What failures of a stage of this attempt are charged to; its last error says where the run's events are."""
+    return Budget(run.config.budgets, stage, run.store.uri(run.paths.events))
+
+
 def charge(run: StageRun, budget: Budget, failure: Failure, reached: int | None = None, **facts: Any) -> None:
     """Tells of a failure, charges it, and waits until it may be tried again.
 

@@ -33,7 +33,7 @@ from tpupipe.stages.failures import Budget, Failure, Kind, final_error, unreacha
 from tpupipe.stages.finished import read_manifest, trained
 from tpupipe.stages.record import TrainRecord, write_train_record
 from tpupipe.stages.result import StageResult
-from tpupipe.stages.retry import answered, charge, leave_draining, loss_of
+from tpupipe.stages.retry import answered, budget_of, charge, leave_draining, loss_of
 from tpupipe.stages.stall import Bounds
 from tpupipe.stages.train_group import RAY_TRAIN_SETTINGS, TrainGroups
 from tpupipe.stages.train_worker import TrainPlan
@@ -56,7 +56,7 @@ def run_train(stage: Train, run: StageRun) -> StageResult:
         InterruptedRunError: Somebody asked the run to end; the state was saved.
     """
     seconds = Seconds()
-    budget = Budget(run.config.budgets, stage.name, run.store.uri(run.paths.events))
+    budget = budget_of(run, stage.name)
     manifest = answered(run, budget, lambda: read_manifest(run.store, run.paths, stage.data))
     if manifest is None:
         raise StageError(f"Stage {stage.data!r}, which {stage.name!r} reads, is not complete.", stage=stage.name)
